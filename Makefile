@@ -34,12 +34,13 @@ VENV_CUDA := .venv-cuda
 COMMA := ,
 TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' requirements.txt)
 
-.PHONY: help setup setup-dev quickstart zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast test-with test-newest test-oldest \
+.PHONY: help setup setup-dev quickstart zoo publish-zoo gpu-check slurm launchers setup-cuda test test-cuda test-fast test-with test-newest test-oldest \
 	style lint docs site site-version clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 	@echo "make zoo          set-up, then the leaderboard: every position method on a text and three tasks, in some hours on two cores"
+	@echo "make publish-zoo  the leaderboard's page in docs/results, from the runs in docs/results/zoo"
 	@echo "make gpu-check    on a machine with a GPU: kernel tests and benchmarks in under 8 minutes, goals in docs/results/gpu_check.md (docs/gpu.md)"
 	@echo "make test-cuda    the CUDA code paths on a null CUDA device: needs no GPU, but the CUDA build of torch (5 GB, once)"
 	@echo "make test-newest  tests that meet other libraries, with the newest versions of all (7 GB in .venv-newest); test-oldest, test-with"
@@ -82,6 +83,9 @@ quickstart: setup
 zoo: setup
 	@$(BIN)/python deepy.py sweep configs/quickstart.yml configs/zoo.yml
 	@$(BIN)/python deepy.py report runs/zoo -o runs/zoo/zoo.md >/dev/null && echo "runs/zoo/report.html and runs/zoo/zoo.md say what it found"
+
+publish-zoo: setup
+	@$(BIN)/python tools/docs/publish_leaderboard.py
 
 # With the packages that are there, in the environment of `make setup` or, without one, the system's.
 gpu-check:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farfield.arguments import describe_value, method_errors, to_integer, to_path, to_text
-from megatron.checkpoint.trained_run import TrainedRun, open_run
+from megatron.checkpoint.trained_run import open_run
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
 from megatron.options.model import MAX_LENGTH
@@ -73,25 +73,25 @@ def load(
     tokenizer = load_run_tokenizer(opened.folder, opened.config.data, opened.tokenizer_name)
     place = resolve_device(device)
     loaded = load_model(
-        opened.checkpoint, device=place, dtype=resolve_dtype(precision, opened.config.training.precision, place),
+        opened, device=place, dtype=resolve_dtype(precision, opened.config.training.precision, place),
         backend=backend, window=window, attention_temperature=attention_temperature, rope=rope,
         end_of_document=tokenizer.eod,
     )  # fmt: skip
     reading = {"window": window, "attention_temperature": attention_temperature, "rope": rope}
-    return Model(opened, loaded, tokenizer, reading | {"device": device, "precision": precision})
+    return Model(loaded, tokenizer, reading | {"device": device, "precision": precision})
 
 
 class Model:
     """A trained model in evaluation mode, returned by `load`."""
 
-    def __init__(self, run: TrainedRun, loaded: LoadedModel, tokenizer: Tokenizer, reading: dict[str, Any]) -> None:
-        self._run, self._loaded, self._reading = run, loaded, reading
+    def __init__(self, loaded: LoadedModel, tokenizer: Tokenizer, reading: dict[str, Any]) -> None:
+        self._loaded, self._reading = loaded, reading
         self.tokenizer = tokenizer
 
     def __repr__(self) -> str:
         return (
             f"<farfield.Model {self.method_name}, {self.num_parameters:,} parameters, trained {self.step:,} steps of "
-            f"{self.train_length:,} tokens, {self._loaded.checkpoint}>"
+            f"{self.train_length:,} tokens, {self._loaded.run.checkpoint}>"
         )
 
     @property
@@ -104,30 +104,30 @@ class Model:
         """Name of the position method with its options, as shown in tables, such as cdape(width=16)+kerple_log."""
         from megatron.evaluation.provenance import format_method_name
 
-        return format_method_name(self._run.config.position, self._loaded.position)
+        return format_method_name(self._loaded.run.config.position, self._loaded.position)
 
     @property
     def config(self) -> dict[str, Any]:
         """The training configuration: every key with its value."""
-        return self._run.config.to_flat()
+        return self._loaded.run.config.to_flat()
 
     @property
     def step(self) -> int:
         """Number of optimizer steps that the model was trained for."""
-        return self._run.trainer_state.step
+        return self._loaded.run.trainer_state.step
 
     @property
     def train_length(self) -> int:
         """Length of a training sequence, in tokens."""
-        return self._run.config.model.seq_length
+        return self._loaded.run.config.model.seq_length
 
     @property
     def num_layers(self) -> int:
-        return self._run.config.model.num_layers
+        return self._loaded.run.config.model.num_layers
 
     @property
     def num_heads(self) -> int:
-        return self._run.config.model.num_attention_heads
+        return self._loaded.run.config.model.num_attention_heads
 
     @property
     def num_parameters(self) -> int:
@@ -292,7 +292,7 @@ class Model:
         """
         from farfield.commands import analyze
 
-        return analyze([str(self._loaded.checkpoint)], output, **{**self._reading, **options})
+        return analyze([str(self._loaded.run.checkpoint)], output, **{**self._reading, **options})
 
     def _to_tokens(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(text, str):

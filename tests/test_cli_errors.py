@@ -100,7 +100,7 @@ MISTAKES = {
     ("rehearse", "125M", "--ranks", "first"): "--ranks 'first': expected roles, all, or ranks such as 0,5,60-63",
     ("rehearse", "125M", "a100_8k", "--gpus", "6"): "= 4 does not divide the 6 processes (num_gpus); use 4 or 8",
     ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: not a multiple of 8 GPUs per node; change it",
-    ("train", "tiny", "save=own"): "save: own contains metrics.jsonl, which no run wrote and this run would replace",
+    ("train", "tiny", "save=own"): "save: own contains metrics.jsonl, which was not written by a run",
     ("evaluate", "run", "--lengths", "16", "-o", "own"): "--output: own/results.md exists and is not an earlier result",
     ("analyze", "run", "--lengths", "16", "-o", "own"): "--output: own/analysis.html exists and is not an earlier",
     ("analyze", "run", "--lengths", "16", "--only", "kernels", "-o", "own/data"): "own/data/kernels.csv exists and",

@@ -13,7 +13,7 @@ import typer
 
 from megatron.cli import run_command
 from megatron.utils.errors import RunError, UserError
-from megatron.utils.signals import exit_on_signal, raise_on_signals
+from megatron.utils.signals import convert_signals_to_exceptions, exit_on_signal
 
 ROOT = Path(__file__).parents[1]
 DEEPY = ROOT / "deepy.py"
@@ -123,7 +123,7 @@ def test_standard_output_that_cannot_be_written_while_a_command_runs(place: str,
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-", "1>&-", "2<run.sh"])
-def test_streams_that_are_closed_go_nowhere_in_children_too(closed: str, tmp_path: Path) -> None:
+def test_closed_streams_are_redirected_in_children(closed: str, tmp_path: Path) -> None:
     """Closed streams are redirected to /dev/null, also in children.
 
     This includes descriptors left by the shell: bash leaves its script at a closed standard error.
@@ -159,13 +159,13 @@ def test_help_with_a_closed_pipe(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_handlers_of_others_stay() -> None:
+def test_other_signal_handlers_are_kept() -> None:
     """Signal handlers of a program that calls our training are preserved."""
     own = signal.signal(signal.SIGTERM, lambda *_: None)
     mine = signal.getsignal(signal.SIGTERM)
     interrupt = signal.signal(signal.SIGINT, exit_on_signal)
     try:
-        with raise_on_signals(replacing=(exit_on_signal,)):
+        with convert_signals_to_exceptions(replacing=(exit_on_signal,)):
             assert signal.getsignal(signal.SIGTERM) is mine
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)

@@ -58,7 +58,7 @@ class OptimizerShard:
         return self.start + self.master.numel()
 
     def split_over_axis(self, axis: Axis) -> "OptimizerShard":
-        """Return this rank's share of a shard that several ranks hold, so that each writes a different share."""
+        """Return this rank's share of a shard that several ranks have, so that each writes a different share."""
         size = -(-self.master.numel() // axis.size)
         low = min(axis.index * size, self.master.numel())
         size = min(size, self.master.numel() - low)

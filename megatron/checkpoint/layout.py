@@ -154,12 +154,12 @@ def _list_runs_in(path: Path) -> list[Path]:
     return runs
 
 
-def archive_checkpoints(checkpoints: Sequence[Path], also: Sequence[Path] = ()) -> Path:
+def archive_checkpoints(checkpoints: Sequence[Path], copied_files: Sequence[Path] = ()) -> Path:
     """Move checkpoints of one run to a subfolder, newest first, so that the run can resume from before them.
 
     Args:
         checkpoints: checkpoints to move, at least one.
-        also: files of the run to copy to the subfolder first.
+        copied_files: files of the run to copy to the subfolder first.
 
     Returns:
         The new folder, `checkpoints/abandoned/0001`, `0002` and so on. Its content is never deleted.
@@ -168,7 +168,7 @@ def archive_checkpoints(checkpoints: Sequence[Path], also: Sequence[Path] = ()) 
     taken = [int(path.name) for path in parent.iterdir() if path.name.isdigit()] if parent.is_dir() else []
     folder = parent / f"{max(taken, default=0) + 1:04d}"
     folder.mkdir(parents=True)
-    for path in also:
+    for path in copied_files:
         if path.is_file():
             shutil.copy2(path, folder / path.name)
     for checkpoint in sorted(checkpoints, key=lambda path: parse_step(path) or 0, reverse=True):
@@ -176,17 +176,17 @@ def archive_checkpoints(checkpoints: Sequence[Path], also: Sequence[Path] = ()) 
     return folder
 
 
-def prune_checkpoints(run: str | Path, keep: int | None, spare: Collection[int] = ()) -> list[Path]:
+def prune_checkpoints(run: str | Path, keep: int | None, protected_steps: Collection[int] = ()) -> list[Path]:
     """Delete all but the newest `keep` checkpoints and return the deleted ones; None deletes nothing.
 
-    Checkpoints of the steps in `spare` are kept and not counted. Remains of interrupted saves are deleted too;
-    rolled-back checkpoints are kept.
+    Checkpoints of `protected_steps` are kept and not counted. Remains of interrupted saves are deleted too; rolled-back
+    checkpoints are kept.
     """
     for remains in (Path(run) / CHECKPOINTS).glob(".step_*"):
         shutil.rmtree(remains, ignore_errors=True)
     if keep is None:
         return []
-    old = [path for path in list_checkpoints(run) if parse_step(path) not in spare][:-keep]
+    old = [path for path in list_checkpoints(run) if parse_step(path) not in protected_steps][:-keep]
     delete_checkpoints(old)
     return old
 

@@ -2,18 +2,17 @@
 
 Only `model.safetensors`, `config.yml` and `progress.json` are read, that is, tensors and text. No pickle is opened, so
 a checkpoint from an untrusted source cannot run code here. The files are first verified against the checkpoint's
-manifest.
+manifest: the two texts when the run is opened (`trained_run.py`), the weights here.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from megatron.checkpoint import layout, manifest
-from megatron.checkpoint.manifest import load_checkpoint_config
-from megatron.checkpoint.trainer_state import TrainerState
+from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.checkpoint.weights import read_weights
 from megatron.config.position_overrides import has_two_rotations, locate_rope_errors, override_position
 from megatron.config.schema import Config
@@ -30,11 +29,8 @@ class LoadedModel:
     """Model in evaluation mode, and its origin."""
 
     model: GPT
-    config: Config
-    """Configuration of the run that trained it."""
-    trainer_state: dict[str, Any]
-    """Content of `progress.json`: step, consumed samples and tokens, vocabulary."""
-    checkpoint: Path
+    run: TrainedRun
+    """Run that trained it, with its configuration and progress."""
     verified: bool
     """True if the files were verified by checksum. Checkpoints that predate manifests have no checksums."""
     position: PositionOptions
@@ -62,7 +58,7 @@ def build_meta_model(
 
 
 def load_model(
-    path: str | Path,
+    run: TrainedRun | str | Path,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -76,7 +72,7 @@ def load_model(
     """Rebuild the model of a run (its newest checkpoint) or of a specific checkpoint.
 
     Args:
-        path: folder of a run or a checkpoint.
+        run: opened run, or the folder of a run or a checkpoint.
         device, dtype: device and data type of the weights; float32 preserves the stored values exactly.
         backend: overrides attention_backend. For auto without an override, a model on a GPU uses the backend that the
             self-check of its training selected on the same kind of GPU (`load_backend_choice`); no check is run here.
@@ -89,11 +85,11 @@ def load_model(
         UserError: there is no checkpoint, or the backend does not support this model.
         RunError: the checkpoint is damaged.
     """
-    checkpoint = layout.resolve_checkpoint_path(path)
-    manifest.verify_checkpoint(checkpoint, manifest.MODEL_FILES)
-    trainer_state = TrainerState.read(checkpoint)
-    config = load_checkpoint_config(checkpoint)
-    if trainer_state.vocabulary is None:
+    if not isinstance(run, TrainedRun):
+        run = open_run(run)
+    config, checkpoint, vocabulary = run.config, run.checkpoint, run.trainer_state.vocabulary
+    manifest.verify_checkpoint(checkpoint, (layout.WEIGHTS,))
+    if vocabulary is None:
         raise RunError(f"{checkpoint / layout.PROGRESS}: has no vocabulary")
     position = override_position(
         config.model,
@@ -105,15 +101,15 @@ def load_model(
     )
     is_auto = backend is None and config.model.attention_backend == "auto" and config.model.attention_check
     if is_auto and not has_two_rotations(position):  # training had one rotation, which more backends support
-        backend = load_backend_choice(layout.get_run_of_checkpoint(checkpoint), torch.device(device), dtype)
+        backend = load_backend_choice(run.folder, torch.device(device), dtype)
     # Loading a model should not change the caller's random states.
     with torch.random.fork_rng(devices=[]), locate_rope_errors(rope):
-        size = trainer_state.vocabulary["size"]
-        model = build_model(config.model, position, size, groups=build_single_process_groups(), backend=backend)
+        groups = build_single_process_groups()
+        model = build_model(config.model, position, vocabulary["size"], groups=groups, backend=backend)
     read_weights(model, checkpoint / layout.WEIGHTS)
     if position.attention_mask == "document":
-        model.end_of_document = trainer_state.vocabulary.get("eod", end_of_document)
+        model.end_of_document = vocabulary.get("eod", end_of_document)
     model = model.to(device=device).eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)  # not the buffers: tables are float32 in training too
-    return LoadedModel(model, config, asdict(trainer_state), checkpoint, manifest.has_checksums(checkpoint), position)
+    return LoadedModel(model, run, manifest.has_checksums(checkpoint), position)

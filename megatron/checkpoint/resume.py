@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,7 +90,7 @@ class ResumePlan:
     origin: str | None = None
     """Identity of the training that produced the initial weights, if any (`TrainerState.origin`)."""
 
-    @property
+    @cached_property
     def stage(self) -> Stage:
         """Stage in which the run begins; its configuration is used to build the run."""
         return find_stage(self.stages, self.trainer_state.step)

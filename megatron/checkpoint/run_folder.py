@@ -1,15 +1,15 @@
 """A run's folder: its lock, its configuration file, and its checkpoints.
 
 Two runs in one folder would mix their metrics, and the second would find the first one's checkpoints. The lock
-(`RunLock`) belongs to the process. The operating system releases it however the process ends, so stale locks cannot
-remain. Remaining processes of a killed run (other ranks, data workers) may hold it briefly, so a run that starts
+(`RunLock`) belongs to the process. The operating system releases it when the process ends in any way, so stale locks
+cannot remain. Remaining processes of a killed run (other ranks, data workers) may keep it briefly, so a run that starts
 immediately afterwards waits.
 
 Files written by a user are never overwritten. A user's configuration keeps its name, and the run's is stored next to
 it:
 
-    RUN/config.yml              of the run, or a user's own, from which they train
-    RUN/config.resolved.yml     in that case, the run's
+    RUN/config.yml              the run's configuration, or the user's own file from which the run was started
+    RUN/config.resolved.yml     the run's configuration in the latter case
 
 Metrics and heartbeats have fixed names by which other tools find them. A folder that contains such files from another
 source is therefore rejected.
@@ -40,7 +40,7 @@ BUSY = "another run is using this folder; choose another one or wait"
 
 
 def is_lock_held(path: Path) -> bool | None:
-    """Return True if a process holds the lock (`RunLock`) of a lock file, or None if unknown."""
+    """Return True if a process has locked a lock file (`RunLock`), or None if unknown."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -146,8 +146,8 @@ def check_no_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -
         foreign.append(RESOLVED_CONFIG)
     if foreign:
         raise UserError(
-            f"save: {run} contains {foreign[0]}, which no run wrote and this run would replace; choose another folder, "
-            "or move it away"
+            f"save: {run} contains {foreign[0]}, which was not written by a run and would be replaced; choose another "
+            "folder, or move the file away"
         )
 
 
@@ -218,8 +218,8 @@ class PruneResult:
     """Number of undamaged checkpoints that were kept."""
 
 
-def prune_with_verification(run: Path, count: int, spare: Collection[int]) -> PruneResult:
-    """Delete checkpoints older than the newest `count` undamaged ones; those of the steps in `spare` are kept.
+def prune_with_verification(run: Path, count: int, protected_steps: Collection[int]) -> PruneResult:
+    """Delete checkpoints older than the newest `count` undamaged ones; those of `protected_steps` are kept.
 
     Every byte of the kept checkpoints is compared with the manifest. Damaged checkpoints are not counted, and are
     deleted only if they are older than all counted ones.
@@ -231,7 +231,7 @@ def prune_with_verification(run: Path, count: int, spare: Collection[int]) -> Pr
     try:
         damaged: list[tuple[Path, str]] = []
         valid = 0
-        left = [path for path in layout.list_checkpoints(run) if layout.parse_step(path) not in spare]
+        left = [path for path in layout.list_checkpoints(run) if layout.parse_step(path) not in protected_steps]
         while left and valid < count:
             newest = left.pop()
             problem = manifest.find_damage(newest)
@@ -246,3 +246,15 @@ def prune_with_verification(run: Path, count: int, spare: Collection[int]) -> Pr
         return PruneResult(left, damaged, valid)
     finally:
         lock.release()
+
+
+def find_started_run(path: str | Path) -> Path:
+    """Return the folder of a run that has started, given that folder or one of its checkpoints.
+
+    Raises UserError if there is neither a checkpoint nor a run's configuration.
+    """
+    path = Path(path)
+    run = layout.get_run_of_checkpoint(path) if layout.is_checkpoint(path) else layout.find_run_folder(path)
+    if not list_checkpoints(run) and not is_saved_config(get_config_path(run)):
+        layout.resolve_checkpoint_path(path)  # raises an error with the reason
+    return run

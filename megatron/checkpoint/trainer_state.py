@@ -17,7 +17,7 @@ from megatron.utils.errors import RunError, describe_cause
 
 
 class Stateful(Protocol):
-    """Component of a training that owns some fields of `TrainerState`.
+    """Component of the training loop that owns some fields of `TrainerState`.
 
     The protocol matches torch.distributed.checkpoint.stateful, which cannot be imported without torch.
     """
@@ -31,7 +31,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Progress of a run: the fields of all components of a training."""
+    """Progress of a run: the fields of all components of the training loop."""
 
     step: int = 0
     """Optimizer steps taken, including skipped ones."""
@@ -68,7 +68,7 @@ class TrainerState:
     rollbacks: int = 0
     """Number of automatic rollbacks after a loss spike."""
     skipped_samples: int = 0
-    """Consumed samples that such a rollback skipped and that no weight was trained on."""
+    """Consumed samples that these rollbacks skipped, on which no weight was trained."""
     usual_loss: float | None = None
     """Running mean of the loss that spikes are compared with (`LossGuard`), or None before there is one."""
     counts: dict[str, Any] | None = None
@@ -114,7 +114,7 @@ class TrainerState:
         return replace(self, **{name: value for part in parts for name, value in part.state_dict().items()})
 
     def restore(self, *parts: Stateful) -> None:
-        """Restore the components of a training from this state."""
+        """Restore the components of the training loop from this state."""
         for part in parts:
             part.load_state_dict(asdict(self))
 

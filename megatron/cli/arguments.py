@@ -47,7 +47,7 @@ def print_facts(console: Console, facts: dict[str, str]) -> None:
 
 @contextmanager
 def open_clean_console() -> Iterator[Console]:
-    """Open a console that shows only this project's output.
+    """Open a console that shows only Farfield's output.
 
     Output of libraries goes to a log, which is kept only after an unexpected error. Signals are acknowledged
     immediately.

@@ -71,7 +71,7 @@ def import_(
 def export(
     run: Annotated[
         str,
-        typer.Argument(help="Run folder or checkpoint; with --refresh, an export.", show_default=False),
+        typer.Argument(metavar="RUN", help="Run folder or checkpoint; with --refresh, an export.", show_default=False),
     ],
     folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Folder to create.", show_default=False)] = None,
     **options: Any,
@@ -122,7 +122,7 @@ def export(
 
 
 def check_refresh_options(request: ExportOptions, folder: Path | None) -> None:
-    """Reject options of a new export with --refresh. Raises UserError."""
+    """Reject options that only apply to a new export if --refresh is given. Raises UserError."""
     if folder is not None:
         raise UserError(f"--refresh updates one export in place; omit {folder}")
     for name, value in request.model_dump().items():
@@ -137,8 +137,8 @@ def prepare(
         typer.Argument(
             metavar="SOURCE…",
             help="Files (.txt, .jsonl, .jsonl.gz or .zst, .parquet, .arrow), folders, datasets saved by Hugging Face's "
-            "library, [bold]python[/]: the standard library, [bold]shakespeare[/]: 1.1 MB of plays, "
-            "identical on every machine, or [bold]hf:NAME[/]: a dataset on the hub.",
+            "library, [bold]python[/] (the standard library), [bold]shakespeare[/] (1.1 MB of plays, "
+            "identical on every machine), or [bold]hf:NAME[/] (a dataset on the Hugging Face Hub).",
             show_default=False,
         ),
     ],

@@ -33,7 +33,7 @@ from megatron.utils.errors import (
     to_path_error,
 )
 from megatron.utils.project import replace_program_name
-from megatron.utils.signals import StoppedBySignal, describe_signal, exit_on_signal, raise_on_signals
+from megatron.utils.signals import StoppedBySignal, convert_signals_to_exceptions, describe_signal, exit_on_signal
 
 BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 
@@ -68,7 +68,7 @@ def run_command(app: Any, name: str) -> int:
     _prepare_streams()
     _prepare_terminal_size()
     _print_own_warnings()
-    with raise_on_signals(replacing=(exit_on_signal,)):
+    with convert_signals_to_exceptions(replacing=(exit_on_signal,)):
         try:
             return _run_app(app, name)
         except (KeyboardInterrupt, StoppedBySignal) as error:
@@ -99,7 +99,7 @@ def _run_app(app: Any, name: str) -> int:
         if (path_error := to_path_error(error)) is not None:
             _print_error(str(path_error))
             return path_error.exit_code
-        # Errors on files are reported where these are opened; this is standard output on a full disk.
+        # Errors of named files are reported where they are opened; this is standard output on a full disk.
         if error.errno != errno.ENOSPC or error.filename is not None:
             _print_error(describe_file_limit() if is_out_of_files(error) else _write_traceback(error))
             return 1
@@ -142,7 +142,7 @@ def _write_traceback(error: BaseException) -> str:
 def _prepare_streams() -> None:
     """Redirect closed streams (`>&-`) to the null device, so that files opened later do not reuse their numbers.
 
-    A shell with standard error closed may leave the script itself open there for reading.
+    If a shell closes standard error, the interpreter may open the script itself there, for reading.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 def keys(
     pattern: Annotated[
-        str, typer.Argument(help="Show only keys with this text in their name or description.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="TEXT", help="Show only keys with this text in their name or description.", show_default=False
+        ),
     ] = "",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/configuration.md.")] = False,
 ) -> None:
@@ -46,7 +49,10 @@ def keys(
 
 def positions(
     name: Annotated[
-        str, typer.Argument(help="Show only methods with this text in one of their names.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="TEXT", help="Show only methods with this text in one of their names.", show_default=False
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -96,7 +102,7 @@ def _print_methods(records: list[dict[str, Any]], *, shows_compositions: bool) -
 
 def tasks(
     name: Annotated[
-        str, typer.Argument(help="Show only tasks with this text in their names.", show_default=False)
+        str, typer.Argument(metavar="TEXT", help="Show only tasks with this text in their names.", show_default=False)
     ] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -127,7 +133,7 @@ def tasks(
 
 
 def checkpoints(
-    run: Annotated[Path, typer.Argument(help="Run folder.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)],
     verify: Annotated[bool, typer.Option("--verify", help="Verify the checksums of all files.")] = False,
     keep: Annotated[
         int | None,
@@ -183,7 +189,7 @@ SHOWN_TOKENS = 64
 
 
 def what_was_in(
-    run: Annotated[Path, typer.Argument(help="Run folder.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)],
     steps: Annotated[
         list[str], typer.Argument(metavar="STEP…", help="Steps, or ranges such as 118-121.", show_default=False)
     ],
@@ -204,9 +210,11 @@ def what_was_in(
 
       ./deepy.py what-was-in runs/a 1198-1201 --rank 3 --limit 80
     """
+    from megatron.checkpoint.run_folder import find_started_run
     from megatron.utils.progress import WaitAnnouncer
 
     wanted = parse_steps(steps)
+    find_started_run(run)  # before importing torch, which may take long
     found: list[dict[str, Any]] = []
     with WaitAnnouncer(print_to_stderr, f"reading the data of {run}"):
         from megatron.training.batch_contents import BatchHistory

@@ -26,7 +26,7 @@ def train(
     conf_dir: ConfigFolder = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Only print the resolved configuration or the batch script."),
+        typer.Option("--dry-run", help="Print the resolved configuration or the batch script, and do not train."),
     ] = False,
 ) -> int:
     """Train a model.
@@ -52,11 +52,14 @@ def train(
 
     All keys: ./deepy.py keys, or docs/configuration.md.
     """
-    from megatron.launch.dispatch import launch_training as dispatch
+    from megatron.distributed.launcher_environment import read_launcher_environment
+    from megatron.launch.dispatch import launch_training, report_errors_once
 
-    return dispatch(
-        lambda silent: load_config_arguments(arguments, conf_dir, silent=silent), print_notes, dry_run=dry_run
-    )
+    launch_context = read_launcher_environment()
+    with report_errors_once(launch_context):
+        silent = launch_context is not None and launch_context.rank_info.rank > 0
+        loaded = load_config_arguments(arguments, conf_dir, silent=silent)
+        return launch_training(loaded, launch_context, print_notes, dry_run=dry_run)
 
 
 GPT2_VOCAB_SIZE = 50257
@@ -150,13 +153,13 @@ def rehearse(
     from megatron.rehearsal.roles import parse_rank_selection
 
     request = parse_section(RehearseOptions, options)
-    card, selection = get_gpu_model(request.gpu), parse_rank_selection(request.ranks)
-    card = card if request.gib is None else replace(card, memory=int(request.gib * GIB))
+    gpu, selection = get_gpu_model(request.gpu), parse_rank_selection(request.ranks)
+    gpu = gpu if request.gib is None else replace(gpu, memory=int(request.gib * GIB))
     loaded = load_config_arguments(arguments, conf_dir)
     with loaded.locate_errors():
-        run = plan_rehearsal(loaded.config, request.gpus, request.gpus_per_node, request.vocabulary, card.memory)
+        run = plan_rehearsal(loaded.config, request.gpus, request.gpus_per_node, request.vocabulary, gpu.memory)
         print_notes(run.notes)
-        rehearsal = rehearse_run(run, card, selection, print_to_stderr)
+        rehearsal = rehearse_run(run, gpu, selection, print_to_stderr)
     report = RehearsalReport(rehearsal, network_gb_per_s=request.network, mfu=request.mfu)
     if as_json:
         import json
@@ -176,11 +179,12 @@ def sweep(
     member: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Run only the run with this index, from 0, without a report. Used by tasks of a job array."
+            min=0,
+            help="Train and evaluate one run, given by its index from 0, without a report. Used by job arrays.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With launcher=slurm: only print the batch script.")
+        bool, typer.Option("--dry-run", help="With launcher=slurm: print the batch script, and do not submit it.")
     ] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Retrain runs that diverged.")] = False,
 ) -> None:
@@ -202,5 +206,10 @@ def sweep(
 
     files, overrides = split_arguments(arguments)
     run_sweep(
-        files, overrides, search=[conf_dir] if conf_dir else None, member=member, dry=dry_run, retry_failed=retry_failed
+        files,
+        overrides,
+        search=[conf_dir] if conf_dir else None,
+        member=member,
+        dry_run=dry_run,
+        retry_failed=retry_failed,
     )

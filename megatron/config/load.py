@@ -179,7 +179,7 @@ def _resolve_config_folder(folder: str | os.PathLike[str]) -> Path:
         path = SHIPPED_CONFIGS  # `-d configs` from any directory
     if not path.is_dir():
         check_reachable(path)
-        raise UserError(f"{path}: no such folder of configurations")
+        raise UserError(f"{path}: no such configuration folder")
     return path
 
 

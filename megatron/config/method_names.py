@@ -3,7 +3,8 @@
 They are values of `pos_emb`, `score_processor` and `attention_temperature`.
 
 Names that GPT-NeoX, KERPLE and DAPE use in configurations are accepted (`neox_keys.POSITION_ALIASES`). Other names that
-a method's file declares are rejected with a hint to ours. Nothing here imports torch (`megatron/position/catalog.py`).
+a method's file declares are rejected, with a hint to our name. This module does not import torch
+(`megatron/position/catalog.py`).
 """
 
 import itertools

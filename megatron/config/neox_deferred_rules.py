@@ -189,7 +189,7 @@ class StepKey(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSwitch(DeferredRule):
-    """Switch for an event whose steps come from other keys there, and from keys of ours here."""
+    """Switch for an event whose steps are in other keys of GPT-NeoX, and in keys of ours here."""
 
     key: str
     steps: Mapping[str, StepKey]
@@ -344,7 +344,10 @@ class LayerFrequency(DeferredRule):
             return f"contradicts {self.farfield_key}, which is a pattern of layers already; give one of them"
         if self.needed and own not in self.needed:
             needed = ", ".join(self.needed)
-            return f"is for {self.farfield_key} {needed}; it is {format_value(own)}: give that as a pattern of layers"
+            return (
+                f"applies to {self.farfield_key} {needed}, but it is {format_value(own)}; write {self.farfield_key} "
+                "as a pattern of layers"
+            )
         return None
 
     def describes_model(self) -> bool:

@@ -38,8 +38,8 @@ from megatron.config.neox_unsupported import (
     FLOAT32_SOFTMAX,
     IGNORED,
     UNSUPPORTED,
-    check_attention_config,
-    check_layer_scaling,
+    find_attention_config_problem,
+    find_layer_scaling_problem,
 )
 
 _OFFLOAD = ("cpu", "none")
@@ -232,7 +232,7 @@ STEP_SWITCHES = (
 )
 
 
-def check_deepspeed_extra_args(value: Any, methods: ChosenMethods) -> str | None:
+def find_deepspeed_section_problem(value: Any, methods: ChosenMethods) -> str | None:
     """Return what is wrong with the first section of DeepSpeed's configuration that would have an effect, or None."""
     if value is None:
         return None
@@ -246,9 +246,11 @@ def check_deepspeed_extra_args(value: Any, methods: ChosenMethods) -> str | None
 
 
 VALIDATED_NOOPS = (
-    ValidatedNoop("attention_config", check_attention_config, "every layer attends to all earlier tokens (global)"),
-    ValidatedNoop("apply_query_key_layer_scaling", check_layer_scaling, FLOAT32_SOFTMAX),
-    ValidatedNoop("deepspeed_extra_args", check_deepspeed_extra_args, "its sections have no effect here"),
+    ValidatedNoop(
+        "attention_config", find_attention_config_problem, "every layer attends to all earlier tokens (global)"
+    ),
+    ValidatedNoop("apply_query_key_layer_scaling", find_layer_scaling_problem, FLOAT32_SOFTMAX),
+    ValidatedNoop("deepspeed_extra_args", find_deepspeed_section_problem, "its sections have no effect here"),
 )
 
 UNDERSTOOD: tuple[NeoxRule, ...] = (

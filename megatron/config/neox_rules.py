@@ -33,10 +33,10 @@ class NeoxRule(KeyRule):
 
     keys: tuple[str, ...]
     advice: str = ""
-    """Advice for keys that the rule rejects whatever their value."""
+    """Advice for keys that the rule rejects with any value."""
 
     def has_no_effect(self, value: Any) -> bool:
-        """Return True if a value has no effect here, whatever the other keys are."""
+        """Return True if a value has no effect here, independently of the other keys."""
         return False
 
     def describes_model(self) -> bool:
@@ -81,7 +81,7 @@ class Alias(OneKeyRule):
     offset: int = 0
     """Number added to the value."""
     implied: Mapping[str, Any] = field(default_factory=dict)
-    """Further keys of ours that the key implies, with their values."""
+    """Additional keys of ours that the key implies, with their values."""
     null_value: Any = None
     """Our value for null."""
     is_suggested: ClassVar[bool] = True

@@ -296,7 +296,7 @@ UNSUPPORTED = (
 )
 
 
-def check_attention_config(value: Any, methods: ChosenMethods) -> str | None:
+def find_attention_config_problem(value: Any, methods: ChosenMethods) -> str | None:
     """Return what is wrong with `[[["global"], 12]]`, or None. Flash attention counts as global attention."""
     if value is None:
         return None
@@ -317,7 +317,7 @@ def _explain_attention(name: str) -> str:
     return _ATTENTION_REASONS.get(name, f"GPT-NeoX has no such attention type; {_GLOBAL}")
 
 
-def check_layer_scaling(value: Any, methods: ChosenMethods) -> str | None:
+def find_layer_scaling_problem(value: Any, methods: ChosenMethods) -> str | None:
     """Return what is wrong with `apply_query_key_layer_scaling`, or None.
 
     GPT-NeoX divides q·k of layer n by n, and multiplies by n after all terms are added to the scores (`coeff` in its

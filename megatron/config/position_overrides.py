@@ -1,6 +1,6 @@
-"""Overrides of a trained model's positions for reading it.
+"""Overrides of a trained model's position options for evaluation, analysis and generation.
 
-They are its window, its document mask, a temperature without learned parameters, and rotary's frequencies or far
+They are the window, the document mask, a temperature without learned parameters, and rotary's frequencies or far
 distances.
 
 This module does not import torch, so that an error in a command's options is reported at once.
@@ -65,7 +65,7 @@ def override_position(
     attention_temperature: str | None = None,
     rope: str | None = None,
 ) -> PositionOptions:
-    """Return the positions of a run with overrides for reading it.
+    """Return a run's position options with some of them overridden.
 
     Args:
         model, position: options of the run.
@@ -124,7 +124,7 @@ def _scale_rotary(model: ModelOptions, position: PositionOptions, rope: str) -> 
 
 @contextmanager
 def locate_rope_errors(rope: str | None) -> Iterator[None]:
-    """Let errors of rotary's options, which are found when it is built, name the text that set them."""
+    """Prefix errors about rotary's options, which are found when it is built, with the `rope` value that set them."""
     try:
         yield
     except UserError as error:
@@ -206,7 +206,7 @@ def _read_longrope(text: str, path: str) -> dict[str, Any]:
 
 
 def format_rope(options: Mapping[str, Any]) -> str:
-    """Return the text from which `parse_rope` reads these options.
+    """Format rotary's options as a value of `rope`, the inverse of `parse_rope`.
 
     For longrope, whose file is unknown, it contains a hash of the factors.
     """

@@ -132,7 +132,7 @@ METHODS = {
 
 
 def describe_type(annotation: Any) -> str:
-    """Describe a type in words: `integer`, `text or null`, `a · b · c`."""
+    """Describe a type in words: `integer`, `string or null`, `a · b · c`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         return " or ".join("null" if part is NoneType else describe_type(part) for part in inner)
@@ -145,7 +145,7 @@ def describe_type(annotation: Any) -> str:
         return f"list of ({kind})" if " or " in kind else f"list of {kind if '·' in kind else f'{kind}s'}"
     if origin is dict:
         return "mapping"
-    return {int: "integer", float: "number", bool: "true or false", str: "text", list: "list"}.get(
+    return {int: "integer", float: "number", bool: "true or false", str: "string", list: "list"}.get(
         annotation, "mapping"
     )
 
@@ -200,7 +200,7 @@ def _format_method_names() -> str:
         if (others := method_names.list_other_names(method))
     ]
     keys = ", in ".join(f"`{key}`" for key in METHODS)
-    text = f"Not accepted in {keys} or as file names;\nthe error message gives our name.\n"
+    text = f"Farfield rejects these names in {keys} and\nas file names; the error message suggests the accepted one.\n"
     return f"### Other names of methods\n\n{text}\n{format_table(['also called', 'here'], rows)}"
 
 

@@ -124,8 +124,7 @@ class Config(BaseModel):
         circumstances: facts outside the configuration that decide the training; None is left out.
         """
         keys = {key: value for key, value in self.get_training_fingerprint(defaults=False).items() if key != "seed"}
-        decisive = keys | {name: fact for name, fact in circumstances.items() if fact is not None}
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
+        return compute_keys_digest(keys | {name: fact for name, fact in circumstances.items() if fact is not None})
 
     def to_yaml(self, *, only_set: bool = False) -> str:
         """Return the configuration as YAML with a heading for each section.
@@ -225,6 +224,11 @@ def map_key_owners() -> dict[str, str]:
     return {path[0]: key.section for path, key in list_config_keys().items()}
 
 
+def compute_keys_digest(keys: Mapping[str, Any]) -> str:
+    """Return a hash of the keys that decide a training, in any order."""
+    return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def get_default_value(key: str) -> Any:
     """Return the default of a flat key."""
     return SECTIONS[map_key_owners()[key]].model_fields[key].default
@@ -238,7 +242,7 @@ EXPECTED_TYPES = {
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
-    "string_type": "text",
+    "string_type": "a string",
     "int_parsing": "an integer",
     "float_parsing": "a number",
     "bool_parsing": "true or false",
@@ -261,7 +265,7 @@ UNION_MEMBER = re.compile(r"(constrained-)?(int|float|str|bool)|(literal|list|di
 
 
 def _is_not_finite(value: Any) -> bool:
-    """Return True for infinity and NaN, also as text of the command line."""
+    """Return True for infinity and NaN, also as strings from the command line."""
     try:
         return not isinstance(value, int) and not math.isfinite(float(value))
     except (TypeError, ValueError):
@@ -343,7 +347,7 @@ def describe_validation_error(
 
 
 def describe_option_error(error: ValidationError, name: str) -> str:
-    """Describe an option value that the command-line library rejected, in our wording."""
+    """Describe an option value that the command-line library rejected, as for a configuration key."""
     item = error.errors(include_url=False)[0]
     return f"{name} is {format_value(item['input'])}; {_list_valid_values(dict(item), None)}"
 

@@ -44,6 +44,12 @@ def validate_config(config: Config) -> Iterator[ConfigProblem]:
     yield from _validate_stages(config, problems)
 
 
+def check_config(config: Config) -> None:
+    """Raise UserError with the first problem of a configuration that was not loaded from files as it is."""
+    for _, problem in validate_config(config):
+        raise UserError(problem)
+
+
 def _validate_model(config: Config) -> Iterator[ConfigProblem]:
     yield from find_model_conflicts(config.model, config.position)
     yield from check_divisible(config)
@@ -254,7 +260,7 @@ def _validate_optimizer(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _validate_cuda_graph(config: Config) -> Iterator[ConfigProblem]:
-    """Graphs that are demanded where there can be none."""
+    """Yield the reason why `cuda_graph: on` is impossible, if there is one."""
     if config.training.cuda_graph != "on":
         return
     obstacle = find_graph_obstacle(config)

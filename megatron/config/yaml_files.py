@@ -1,8 +1,8 @@
 """YAML 1.2 with line numbers, for files written by people.
 
-YAML 1.2 reads 6e-4 as a number; YAML 1.1 (and so PyYAML) reads it as text. JSON-like files with True, False and
-trailing commas load unchanged. A repeated key is an error, since one of its values would be ignored. Only plain data
-is constructed, whatever tags a file has. Large files, too many or too deeply nested values, and anchors that expand to
+YAML 1.2 reads 6e-4 as a number; YAML 1.1 (and so PyYAML) reads it as a string. JSON-like files with True, False and
+trailing commas load unchanged. A repeated key is an error, since one of its values would be ignored. Only plain data is
+constructed, even from a file with tags. Large files, too many or too deeply nested values, and anchors that expand to
 many values (ten lines can expand to billions) are rejected during parsing.
 """
 
@@ -40,7 +40,7 @@ TEXT_TAG = "tag:yaml.org,2002:str"
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
-"""Largest number of keys, values, lists and mappings, including expanded aliases. The largest file here, the zoo, has
+"""Largest number of keys, values, lists and mappings, including expanded aliases. The largest file here, zoo.yml, has
 500."""
 MAX_NESTING = 50
 """Largest depth of nested lists and mappings."""
@@ -73,7 +73,7 @@ def _build_loader() -> YAML:
 
 
 class _TextDates(VersionedResolver):
-    """Resolver without dates. YAML 1.2 has none, but ruamel keeps those of YAML 1.1; they are read as text."""
+    """Resolver without dates. YAML 1.2 has none, but ruamel keeps those of YAML 1.1; they are read as strings."""
 
     def add_version_implicit_resolver(self, version: Any, tag: Any, regexp: Any, first: Any) -> None:
         if not tag.endswith(":timestamp"):
@@ -161,7 +161,7 @@ def _locate_bad_scalar(node: Node | None, source: str) -> str:
 def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str) -> None:
     """Collect the line of every key.
 
-    Raises UserError for a key that is not text, whose spelling the values have lost.
+    Raises UserError for a key that is not a string, because the values no longer have its spelling.
     """
     if not isinstance(node, MappingNode):
         return
@@ -174,7 +174,7 @@ def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...
         key_path = (*path, str(key_node.value))
         if isinstance(key_node, ScalarNode) and str(key_node.tag) != TEXT_TAG:
             where = f"{source}:{key_node.start_mark.line + 1}"
-            raise UserError(f"{where}: key {key_node.value} is not text; put it in quotes")
+            raise UserError(f"{where}: key {key_node.value} is not a string; put it in quotes")
         lines[key_path] = key_node.start_mark.line + 1
         _collect_lines(value_node, key_path, lines, source)
 
@@ -184,7 +184,7 @@ def _check_plain_value(
 ) -> None:
     """Reject values that JSON cannot represent, and null characters.
 
-    The former are dates, sets and binary data from tags, and keys that are not text. Paths and environment variables
+    The former are dates, sets and binary data from tags, and keys that are not strings. Paths and environment variables
     cannot contain null characters. `line` is 0 on the command line.
     """
     line = lines.get(path, line)
@@ -193,7 +193,7 @@ def _check_plain_value(
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise UserError(f"{where}: key {key!r} is not text; put it in quotes")
+                raise UserError(f"{where}: key {key!r} is not a string; put it in quotes")
             if "\0" in key:
                 raise UserError(f"{where}: key {key!r} contains a null character; remove it")
             _check_plain_value(item, source, line, lines, (*path, key))
@@ -201,9 +201,9 @@ def _check_plain_value(
         for inner in value:
             _check_plain_value(inner, source, line, lines, path)
     elif isinstance(value, str) and "\0" in value:
-        raise UserError(f"{where}: {name} is {value!r}; text cannot contain a null character")
+        raise UserError(f"{where}: {name} is {value!r}; a string cannot contain a null character")
     elif value is not None and not isinstance(value, bool | int | float | str):
-        raise UserError(f"{where}: {name} is {value}; put it in quotes if it is meant as text")
+        raise UserError(f"{where}: {name} is {value}; put it in quotes if it is meant as a string")
 
 
 def read_text(path: Path) -> str:
@@ -227,7 +227,7 @@ def parse_yaml(text: str, source: str) -> YamlDocument:
 
 @lru_cache(maxsize=512)
 def _parse_with_lines(text: str, source: str) -> YamlDocument:
-    """Parse and cache a text. A sweep and its runs read the same files many times, at 20 ms each."""
+    """Parse and cache a document. A sweep and its runs read the same files many times, at 20 ms each."""
     try:
         loader = _create_loader(source)
         node = loader.compose(io.StringIO(text))
@@ -270,7 +270,9 @@ def parse_scalar(text: str, source: str) -> Any:
     try:
         value = _create_loader(source).load(io.StringIO(text))
     except (YAMLError, ValueError) as error:
-        raise UserError(f"{source}: {text!r} is not a YAML value; put it in quotes if it is meant as text") from error
+        raise UserError(
+            f"{source}: {text!r} is not a YAML value; put it in quotes if it is meant as a string"
+        ) from error
     _check_plain_value(value, source, 0, {}, ())
     return value
 
@@ -293,7 +295,7 @@ _Representer.add_representer(str, _Representer.represent_str)
 def dump_yaml(values: dict[str, Any]) -> str:
     """Write a mapping as plain YAML 1.2, in its order.
 
-    It may contain only JSON values with text keys; tuples become lists.
+    It may contain only JSON values with string keys; tuples become lists.
     """
     return _convert_json_to_yaml(json.dumps(values))
 

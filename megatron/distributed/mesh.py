@@ -6,8 +6,8 @@ and pipeline slowest:
     rank = tensor + T · (context + C · (data + D · pipeline)),    T, C, D, P ranks along each, T·C·D·P in all
 
 Tensor parallelism divides each layer, context the tokens of a sequence, data the sequences of a batch, and pipeline the
-stack of layers. So ranks that differ only in tensor or pipeline hold the same tokens, and a sum over tokens goes over
-data × context. Ranks that differ only in context or data hold the same weights.
+stack of layers. So ranks that differ only in tensor or pipeline process the same tokens, and a sum over tokens goes
+over data × context. Ranks that differ only in context or data have the same weights.
 """
 
 from dataclasses import dataclass, fields
@@ -125,7 +125,7 @@ class Mesh:
 
     @cached_property
     def pipeline(self) -> Axis:
-        """Axis of ranks that hold different layers."""
+        """Axis of ranks that compute different layers."""
         return self.get_axis("pipeline")
 
     @cached_property
@@ -146,7 +146,7 @@ class Mesh:
         return next(group for group in self.sizes.list_groups(*dimensions) if self.rank in group)
 
     def count_on_one_rank(self, value: NumberT) -> NumberT:
-        """Return `value` on one of the ranks that hold the same tokens and 0 on the others.
+        """Return `value` on one of the ranks that process the same tokens and 0 on the others.
 
         A sum over all ranks then counts each token once. The counting rank is the one with the losses: in the last
         stage, the first rank that shares its layers.
@@ -158,8 +158,8 @@ def list_context_chunks(length: int, context: Axis) -> tuple[tuple[int, int], ..
     """Return the chunks of a sequence on a context-parallel rank, in order: (first index, number of tokens) of each.
 
     A causal row sees all tokens before it, so dividing a sequence into C equal parts would give unequal work: rows of
-    the last rank see about twice as many keys as the mean. Instead the sequence is cut into 2C chunks, and rank r holds
-    chunk r and chunk 2C − 1 − r, one from either end. Every rank then has the same number of scores:
+    the last rank see about twice as many keys as the mean. Instead the sequence is cut into 2C chunks. Rank r processes
+    chunks r and 2C − 1 − r, one from either end. Every rank then has the same number of scores:
 
         C = 2:   chunk    0  1  2  3
                  rank     0  1  1  0

@@ -113,9 +113,9 @@ class ProcessGroups:
 class ModelParallelUnit:
     """DeepSpeed's view of the mesh: `mpu` of `deepspeed.initialize`, an object with these nine methods.
 
-    In DeepSpeed, ranks that divide the tokens of a batch (data and context) are data-parallel, and ranks that hold
-    parts of one model (tensor and pipeline) are model-parallel. A method of sequence parallelism must not be here,
-    because its presence changes what DeepSpeed does.
+    In DeepSpeed, ranks that divide the tokens of a batch (data and context) are data-parallel, and ranks that divide
+    one model (tensor and pipeline) are model-parallel. The object must not have a method of sequence parallelism,
+    because its presence changes the behavior of DeepSpeed.
     """
 
     def __init__(self, groups: ProcessGroups) -> None:
@@ -153,7 +153,7 @@ class ModelParallelUnit:
 
 
 class HeartbeatStore:
-    """Store of small texts through which the processes of a run report their state, without waiting for each other.
+    """Store of short strings through which the processes of a run report their state, without waiting for each other.
 
     It is the store used for initialization (torch's TCPStore, served by the first process), so nothing here is a
     collective. Any thread may read and write, also while others wait in a collective that never ends. A thread that may
@@ -174,15 +174,15 @@ class HeartbeatStore:
         """Return the same store over a separate connection."""
         return HeartbeatStore(self._groups, self._store if self.world_size == 1 else self._store.clone())
 
-    def set(self, key: str, text: str, rank: int | None = None) -> None:
-        """Set a text of this process, or of another `rank`.
+    def set(self, key: str, value: str, rank: int | None = None) -> None:
+        """Set a value of this process, or of another `rank`.
 
         It takes microseconds, because it does not wait for a response.
         """
-        self._store.set(f"beats/{key}/{self.rank if rank is None else rank}", text)
+        self._store.set(f"beats/{key}/{self.rank if rank is None else rank}", value)
 
     def get(self, key: str, rank: int = 0) -> str | None:
-        """Return a text of a process, or None if it is not set."""
+        """Return a value of a process, or None if it is not set."""
         full_key = f"beats/{key}/{rank}"
         return self._store.get(full_key).decode() if self._store.check([full_key]) else None
 
@@ -242,7 +242,7 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
 
 
 def build_single_process_groups() -> ProcessGroups:
-    """Return the groups of a single process that holds a whole model: for evaluation, export or a test.
+    """Return the groups of a single process with a whole model, for evaluation, export or a test.
 
     megatron-core's layers need process groups even then. Unless groups exist, single-process groups are created in
     memory, without a port or file.

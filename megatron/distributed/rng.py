@@ -6,7 +6,7 @@ layer or a sequence must draw the same numbers, and the draws should not depend 
 | purpose | shared by |
 |---|---|
 | initialization | all ranks: megatron-core draws whole weights and keeps the shard of a rank |
-| dropout | ranks with the same data index, which hold the same sequences |
+| dropout | ranks with the same data index, which process the same sequences |
 | positions | all ranks, different in each step: derived from the first sample that the step reads |
 
 States are stored as tensors and numbers, so that reading them needs no pickle.

@@ -3,9 +3,9 @@
 Every parameter is replicated on ranks that differ only in data or context (ZeRO-3 shards it further, inside the
 engine). Along the tensor dimension, megatron-core marks what it shards: the embedding, the output layer, and linear
 layers except for the bias added after their sum. All other parameters (norms, that bias, and those of encodings and
-processors) are replicated. Along the pipeline dimension a layer belongs to one stage. Parameters used by several stages
-(a tied embedding, an encoding shared by all layers) are held by each of them, and all but the first hold a copy. Code
-that counts elements or sums squares over the ranks of a model must count each parameter once.
+processors) are replicated. Along the pipeline dimension a layer belongs to one stage. Every stage that uses a shared
+parameter (a tied embedding, an encoding shared by all layers) stores it, all but the first as a copy. Code that counts
+elements or sums squares over the ranks of a model must count each parameter once.
 
 Collectives have gradients.
 """
@@ -52,17 +52,17 @@ def unshard_tensors(shards: Sequence[Tensor], spec: ShardSpec) -> Tensor:
 
 
 def mark_replica(parameter: nn.Parameter) -> None:
-    """Mark a parameter that an earlier pipeline stage also holds. DeepSpeed's norms read the same mark."""
+    """Mark a parameter that an earlier pipeline stage also stores. DeepSpeed's norms read the same mark."""
     parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 
 def is_replica(parameter: nn.Parameter) -> bool:
-    """Return True if an earlier pipeline stage also holds this parameter."""
+    """Return True if an earlier pipeline stage also stores this parameter."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def is_counted_on_this_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    """Return True if this rank counts its shard of the parameter, among the ranks that hold the model together."""
+    """Return True if this rank, among all ranks of one model, counts its shard of the parameter."""
     return not is_replica(parameter) and (get_shard_spec(parameter) is not None or mesh.tensor.index == 0)
 
 

@@ -1,7 +1,8 @@
 """Interface of evaluation targets, the context of every scoring call, and the lengths at which models are scored.
 
-A target is a text, a task that the models were trained on, or a probe (`run.py` selects one). Targets are built
-before torch is imported, so that unsupported requests fail early.
+A target is a text, a task that the models were trained on, a probe (`run.py` selects one), or the tasks of
+lm-evaluation-harness (`harness_tasks.py`). Targets are built before torch is imported, so that unsupported requests
+fail early.
 
 Lengths are given in tokens or as multiples of the training length. The default is 1 to 32 training lengths. The cost of
 scoring is computed from the shape of a model, without its weights.
@@ -45,7 +46,7 @@ class ScoringContext:
 
 
 class EvalTarget(Protocol):
-    """Text, task, or probe that models are evaluated on."""
+    """Text, tasks, or probe that models are evaluated on."""
 
     @property
     def sequence_lengths(self) -> Sequence[int]:

@@ -112,7 +112,7 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
     # Training's self-check does not cover decoding one row per step.
     backend = options.backend or run.config.model.attention_backend
     loaded = load_model(
-        run.checkpoint, device=device, dtype=dtype, backend=backend, window=options.window,
+        run, device=device, dtype=dtype, backend=backend, window=options.window,
         attention_temperature=options.attention_temperature, rope=options.rope,
     )  # fmt: skip
     return TextGenerator(loaded.model, request.tokenizer, options)

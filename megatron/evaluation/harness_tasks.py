@@ -26,17 +26,9 @@ from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.accuracy import add_relative_changes
 from megatron.evaluation.eval_target import ScoringContext, choose_lengths, limit_lengths
-from megatron.evaluation.jobs import (
-    LogFunction,
-    RunJob,
-    build_eval_jobs,
-    describe_output_folder,
-    make_log_function,
-    read_eval_request,
-    run_eval_jobs,
-)
+from megatron.evaluation.jobs import LogFunction, make_log_function, read_eval_request
 from megatron.evaluation.provenance import describe_model, start_stopwatch
-from megatron.evaluation.run import build_evaluated_model, describe_length_limit
+from megatron.evaluation.run import evaluate_target
 from megatron.options.evaluation import (
     LOSS_OPTIONS,
     EvaluationOptions,
@@ -49,13 +41,14 @@ from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError, describe_cause
 from megatron.utils.formatting import suggest_names
 from megatron.utils.imports import require_package
-from megatron.utils.progress import IMPORTING, WaitAnnouncer
+from megatron.utils.progress import WaitAnnouncer
 
 if TYPE_CHECKING:
     import torch
 
     from megatron.checkpoint.load_model import LoadedModel
     from megatron.evaluation.harness import HarnessModel, RequestCounts
+    from megatron.model.gpt import GPT
 
 OPTIONS_UNUSED_BY_HARNESS = (
     "data", "protocol", "windows", "targets", "stride", "min_context", "measures", "depths", "effective_score",
@@ -113,37 +106,25 @@ def evaluate_tasks(
     log = make_log_function(console)
     with WaitAnnouncer(log, "reading the list of tasks", first=0.0):
         loaded_tasks = load_tasks(tasks, log)
-    harness_eval = HarnessEval(loaded_tasks, tasks.limit, lengths, log)
-    log(describe_output_folder(request))
-    with WaitAnnouncer(log, IMPORTING):
-        notes = [
-            describe_length_limit(run.name, run.config, build_evaluated_model(run.config, options), lengths)
-            for run in request.runs
-        ]
-        jobs = build_eval_jobs(request, [(float(len(lengths)), note) for note in notes])
-
-    def score(job: RunJob, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
-        return harness_eval.score(loaded, tokenizers[job.run.checkpoint], scoring)
-
-    return run_eval_jobs(request, jobs, score, console)
+    return evaluate_target(request, HarnessEval(loaded_tasks, tasks.limit, lengths, tokenizers, log), console)
 
 
 @dataclass(frozen=True)
 class HarnessEval:
-    """Tasks and lengths that every run is evaluated on."""
+    """Tasks of lm-evaluation-harness, and the lengths at which every run is evaluated on them."""
 
     tasks: Any  # return value of `load_tasks`
     limit: int | None  # documents per task
-    lengths: Sequence[int]
+    sequence_lengths: Sequence[int]
+    tokenizers: Mapping[Path, Tokenizer]  # of each run, by its checkpoint
     log: LogFunction
 
-    def score(self, loaded: LoadedModel, tokenizer: Tokenizer, scoring: ScoringContext) -> list[Record]:
-        """Evaluate a model, and return its records by task with their changes from the shortest length.
+    def count_flops(self, model: GPT) -> dict[int, float]:
+        """Return equal costs for all lengths, because the texts of the requests are not known in advance."""
+        return dict.fromkeys(limit_lengths(self.sequence_lengths, model.max_length), 1.0)
 
-        Args:
-            loaded: model of the run.
-            tokenizer: tokenizer that the model was trained with.
-            scoring: settings and callbacks.
+    def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
+        """Evaluate a model, and return its records by task with their changes from the shortest length.
 
         Raises:
             UserError: the model supports none of the lengths.
@@ -151,9 +132,10 @@ class HarnessEval:
         """
         from megatron.evaluation.harness import HarnessModel
 
+        tokenizer = self.tokenizers[loaded.run.checkpoint]
         shared = {**describe_model(loaded), **scoring.record_fields, "tokenizer": tokenizer.name}
         shared["software"] = f"{shared['software']}, lm_eval {version('lm_eval')}"
-        lengths = limit_lengths(self.lengths, loaded.model.max_length)
+        lengths = limit_lengths(self.sequence_lengths, loaded.model.max_length)
         records: list[Record] = []
         for index, length in enumerate(lengths):
 
@@ -172,6 +154,13 @@ class HarnessEval:
                     self.log(f"{name}: {truncated} were truncated on the left to {length:,} tokens")
             records += build_task_records(results, model.request_counts, fields, self.log)
         return add_relative_changes(records)
+
+    def build_baseline_records(self) -> list[Record]:
+        return []
+
+
+class MissingTaskDataError(RunError):
+    """Error for tasks whose data are not on this machine and are not or cannot be downloaded."""
 
 
 def name_command_option(option: str) -> str:
@@ -196,7 +185,8 @@ def load_tasks(
 
     Raises:
         UserError: a task does not exist, is multimodal, or runs code generated by a model.
-        RunError: a task cannot be loaded, or its data are unavailable.
+        MissingTaskDataError: the data of a task are unavailable.
+        RunError: a task cannot be loaded.
     """
     from lm_eval.tasks import TaskManager
 
@@ -221,7 +211,7 @@ def load_tasks(
             loaded = manager.load(names)
     except ConnectionError as error:
         reason = "and the hub cannot be reached" if allow_download else f"and {name_option('download')} is false"
-        raise RunError(
+        raise MissingTaskDataError(
             f"{key} {','.join(names)}: the data of a task are not in the Hugging Face cache, {reason}; download them "
             f"on a machine with a network, or use your own tasks with {name_option('include_path')}"
         ) from error
@@ -295,12 +285,13 @@ def _allow_infinite_perplexities() -> Iterator[None]:
         metrics.math = math
 
 
-def _parse_metadata(text: str | None, name: str) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    value = parse_scalar(text, name)
-    if not isinstance(value, dict):
-        raise UserError(f"{name}: {text!r} is not a mapping; expected '{{max_seq_lengths: [4096], tokenizer: FOLDER}}'")
+def _parse_metadata(given: dict[str, Any] | str | None, name: str) -> dict[str, Any] | None:
+    """Return the metadata as a mapping, whose text is parsed. Raises UserError if it is not a mapping."""
+    value = parse_scalar(given, name) if isinstance(given, str) else given
+    if value is not None and not isinstance(value, dict):
+        raise UserError(
+            f"{name}: {given!r} is not a mapping; expected '{{max_seq_lengths: [4096], tokenizer: FOLDER}}'", name
+        )
     return value
 
 

@@ -18,10 +18,10 @@ from megatron.checkpoint.layout import find_run_folder
 from megatron.checkpoint.trained_run import TrainedRun, open_runs
 from megatron.config.position_overrides import list_overrides
 from megatron.data.load_tokenizer import load_run_tokenizer
-from megatron.evaluation.eval_target import ProgressCallback, ScoringContext
+from megatron.evaluation.eval_target import EvalTarget, ProgressCallback, ScoringContext
 from megatron.evaluation.provenance import (
-    assign_distinct_names,
     describe_machine,
+    distinguish_names,
     list_method_names,
     list_software_versions,
 )
@@ -133,8 +133,8 @@ class RunJob:
             end_of_document = check_end_of_document(tokenizer.name, tokenizer.eod)
 
         return load_model(
-            self.run.checkpoint,
-            device=str(self.device),
+            self.run,
+            device=self.device,
             dtype=self.dtype,
             backend=backend,
             end_of_document=end_of_document,
@@ -182,11 +182,6 @@ def build_run_jobs(
         RunJob(run, name, resolved, resolve_dtype(precision, run.config.training.precision, resolved), item, note)
         for run, name, item, note in zip(runs, names, work_items, notes or [None] * len(runs), strict=True)
     ]
-
-
-def list_run_names(runs: Sequence[TrainedRun], **overrides: Any) -> list[str]:
-    """Return distinct method names of the runs (`provenance.assign_distinct_names`)."""
-    return assign_distinct_names([run.config for run in runs], [run.name for run in runs], **overrides)
 
 
 def make_log_function(console: Console | None) -> LogFunction:
@@ -257,12 +252,14 @@ def build_eval_jobs(
     """
     runs, options = request.runs, request.options
     overrides = list_overrides(options)
-    distinct_names = names or list_run_names(runs, **overrides)
+    distinct_names = names
     if names is None:
-        names = list_method_names([run.config for run in runs], **overrides)
+        configs = [run.config for run in runs]
+        names = list_method_names(configs, **overrides)
+        distinct_names = distinguish_names(names, configs, [run.name for run in runs])
     work_items = [
         WorkItem(f"{name} seed {run.config.training.seed}", "evaluate", work)
-        for run, name, (work, _) in zip(runs, distinct_names, costs, strict=True)
+        for run, name, (work, _) in zip(runs, distinct_names or names, costs, strict=True)
     ]
     notes = [note for _, note in costs]
     return build_run_jobs(runs, names, work_items, device=options.device, precision=options.precision, notes=notes)
@@ -271,7 +268,7 @@ def build_eval_jobs(
 def run_eval_jobs(
     request: EvalRequest,
     jobs: Sequence[RunJob],
-    score: Callable[[RunJob, LoadedModel, ScoringContext], list[Record]],
+    target: EvalTarget,
     console: Console | None,
     progress: ProgressCallback | None = None,
 ) -> list[Record]:
@@ -280,7 +277,7 @@ def run_eval_jobs(
     Args:
         request: runs and results folder.
         jobs: one job for each run.
-        score: function that scores a loaded model.
+        target: target on which each loaded model is scored.
         console, progress: as for `evaluate_runs`.
     """
     log = make_log_function(console)
@@ -306,7 +303,9 @@ def run_eval_jobs(
                 partial_records.found,
                 partial_records.keep,
             )
-            records += score(job, loaded, scoring)
+            records += target.score(loaded, scoring)
+            if job is jobs[-1]:
+                records += target.build_baseline_records()
             del loaded
             if job.device.type == "cuda":
                 torch.cuda.empty_cache()  # free memory for the next model and for other processes
@@ -323,7 +322,7 @@ def run_eval_jobs(
 
 
 def _describe_verification(job: RunJob, loaded: LoadedModel) -> str:
-    checkpoint = f"{job.run.name}: {loaded.checkpoint.name}"
+    checkpoint = f"{job.run.name}: {job.run.checkpoint.name}"
     if loaded.verified:
         return f"{checkpoint}, checksums match"
     return f"{checkpoint}, not verified: it has no checksums"

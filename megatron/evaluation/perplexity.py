@@ -140,7 +140,7 @@ def evaluate_perplexity(
         UserError: the model supports none of the lengths.
         RunError: a loss is not finite, or device memory is too small.
     """
-    config, model = loaded.config, loaded.model
+    config, model = loaded.run.config, loaded.model
     source = {"dataset": text.name, "text_digest": text.digest, "tokenizer": text.vocabulary.name}
     shared = {**describe_model(loaded), **scoring.record_fields, **source}
     builders = []

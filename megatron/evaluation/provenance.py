@@ -127,13 +127,14 @@ def list_method_names(configs: Sequence[Config], **overrides: Any) -> list[str]:
     ]
 
 
-def assign_distinct_names(configs: Sequence[Config], runs: Sequence[str], **overrides: Any) -> list[str]:
-    """Return a method name for each run: equal if runs differ only in the seed, distinct otherwise.
+def distinguish_names(names: Sequence[str], configs: Sequence[Config], runs: Sequence[str]) -> list[str]:
+    """Return the method names of runs, with the run added to names that runs share despite different trainings.
 
     Args:
-        overrides: position options changed at evaluation (`override_position`).
+        names: method names (`list_method_names`).
+        configs: configurations of the runs. Runs that differ only in the seed share a name.
+        runs: names of the runs.
     """
-    names = list_method_names(configs, **overrides)
     fingerprints = [{**config.get_training_fingerprint(), "seed": None} for config in configs]
     distinct_names = []
     for index, name in enumerate(names):
@@ -162,7 +163,7 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
     """Return the record fields that describe a model."""
     import torch
 
-    config, model = loaded.config, loaded.model
+    config, model = loaded.run.config, loaded.model
     name = format_method_name(config.position, loaded.position)
     parameter = next(model.parameters())
     device = parameter.device

@@ -6,8 +6,9 @@ model with limited positions is scored on the same targets up to its maximum len
 written after each run, so that results survive a later failure. Results of other runs, protocols, and texts in the
 folder are kept.
 
-`build_eval_target` selects the target: a text, the task that the runs were trained on, or a probe. The rest of an
-evaluation does not depend on it: opening runs, estimating cost, loading, and writing results (`jobs.py`).
+`build_eval_target` selects the target: a text, the task that the runs were trained on, or a probe (`harness_tasks.py`
+builds that of `--tasks`). The rest of an evaluation does not depend on it: opening runs, estimating cost, loading, and
+writing results (`jobs.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron.data.load_tokenizer import load_data_tokenizer, load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.eval_target import EvalTarget, ProgressCallback, ScoringContext, choose_lengths, limit_lengths
 from megatron.evaluation.jobs import (
-    RunJob,
+    EvalRequest,
     build_eval_jobs,
     check_end_of_document,
     describe_output_folder,
@@ -282,15 +283,24 @@ def evaluate_runs(
         UserError: the runs cannot be compared, or an option is invalid; raised before any work.
         RunError: scoring fails; the files of finished runs are kept.
     """
-    request, log = read_eval_request(runs, options or EvaluationOptions(), output), make_log_function(console)
-    target = build_eval_target(request.runs, request.options)
+    request = read_eval_request(runs, options or EvaluationOptions(), output)
+    return evaluate_target(request, build_eval_target(request.runs, request.options), console, names, progress)
+
+
+def evaluate_target(
+    request: EvalRequest,
+    target: EvalTarget,
+    console: Console | None,
+    names: Sequence[str] | None = None,
+    progress: ProgressCallback | None = None,
+) -> list[Record]:
+    """Evaluate the requested runs on a target: estimate the cost of each, then load, score, print and save.
+
+    For arguments, result and errors see `evaluate_runs`.
+    """
+    log = make_log_function(console)
     log(describe_output_folder(request))
     with WaitAnnouncer(log, IMPORTING):
         estimates = [estimate_evaluation(run.name, run.config, target, request.options) for run in request.runs]
         jobs = build_eval_jobs(request, [(estimate.flops, estimate.note) for estimate in estimates], names)
-
-    def score(job: RunJob, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:
-        records = target.score(loaded, scoring)
-        return [*records, *(target.build_baseline_records() if job is jobs[-1] else ())]
-
-    return run_eval_jobs(request, jobs, score, console, progress)
+    return run_eval_jobs(request, jobs, target, console, progress)

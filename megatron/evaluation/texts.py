@@ -82,7 +82,7 @@ def load_text(
         return EvalText(_encode_file(source, Path(source).stat().st_mtime_ns, tokenizer), source, vocabulary)
     prefixes = ", ".join(map(str, list_split_prefixes(options, split)))
     text_name = f"{prefixes} ({split} of {options.split})" if options.data_path is not None else prefixes
-    return EvalText(load_token_stream(options, split), text_name, vocabulary)
+    return EvalText(load_token_stream(options, split, vocabulary), text_name, vocabulary)
 
 
 def load_common_text(runs: Sequence[TrainedRun], data: str | Path | None) -> EvalText:

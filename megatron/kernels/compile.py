@@ -87,9 +87,9 @@ class KernelConfig:
     """Unique name within its op, for example "forward H=12 d=64 bf16"."""
     kernel: Any
     """Function decorated with `triton.jit`, in a process without TRITON_INTERPRET."""
-    signature: dict[str, "str | tuple[str | None, ...]"]
+    signature: dict[str, Any]
     """Type of each argument that is not a constexpr: "*fp16", "*fp32", "fp32", "i32" …; "i32:16" is an integer
-    divisible by 16. Pointers count as aligned to 16 bytes, as PyTorch's tensors are. A NamedTuple has one type per
+    divisible by 16. Pointers count as aligned to 16 bytes, as PyTorch's tensors are. A tuple has one type per
     field, None for an absent one.
     """
     constexprs: dict[str, Any]
@@ -198,7 +198,10 @@ def compile_kernel(config: KernelConfig, arch: int) -> Any:
     constants: dict[Any, Any] = dict(constexprs)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
-    def build_type(text: str | None, path: tuple[int, ...]) -> str:
+    def build_type(text: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(text, tuple):
+            fields = [build_type(field, (*path, position)) for position, field in enumerate(text)]
+            return type(text)(*fields) if hasattr(text, "_fields") else tuple(fields)
         if text is None:
             constants[path] = None
             return "constexpr"
@@ -208,12 +211,7 @@ def compile_kernel(config: KernelConfig, arch: int) -> Any:
 
     types: dict[str, Any] = {}
     for index, name in enumerate(kernel.arg_names):
-        declared = signature.get(name, "constexpr")
-        if isinstance(declared, str):
-            types[name] = build_type(declared, (index,))
-        else:
-            fields = (build_type(text, (index, position)) for position, text in enumerate(declared))
-            types[name] = type(declared)(*fields)
+        types[name] = build_type(signature.get(name, "constexpr"), (index,))
     return triton.compile(
         ASTSource(kernel, types, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", arch, 32),

@@ -14,6 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron.kernels.runtime import get_current_device
+
 MAX_EXACT_KEYS = 4096
 """Maximum number of launches cached by their exact integers. The cache is cleared when it is full."""
 
@@ -47,18 +49,19 @@ def describe_arguments(arguments: Sequence[Any]) -> list[Any]:
     and any other argument by its type.
     """
     described: list[Any] = []
+    describe = described.append
     for value in arguments:
         kind = type(value)
         if kind is int:
-            described.append(value)
+            describe(value)
         elif kind is Tensor or isinstance(value, Tensor):
-            described.append(value.dtype)
-            described.append(value.data_ptr() & 15)
+            describe(value.dtype)
+            describe(value.data_ptr() & 15)
         elif isinstance(value, tuple):
-            described.append(kind)
+            describe(kind)
             described += describe_arguments(value)
         else:
-            described.append(kind)
+            describe(kind)
     return described
 
 
@@ -94,7 +97,7 @@ def launch(
     """
     if _has_hooks() or not isinstance(kernel, triton.JITFunction):
         return kernel[grid](*arguments, **constants, **options)
-    device = torch.cuda.current_device()
+    device = get_current_device()
     described = describe_arguments(arguments)
     key = (id(kernel), device, id(constants), id(options), *described)
     kept = _BY_NUMBERS.get(key)

@@ -14,11 +14,10 @@ from megatron.distributed.launcher_environment import (
     LaunchContext,
     describe_job,
     is_in_slurm_job,
-    read_launcher_environment,
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
-from megatron.training.check_start import CHECKED_ON_NODES, StartCheck, check_environment, check_start
+from megatron.training.check_start import CHECKED_ON_NODES, StartCheck, check_environment, check_start, describe_checks
 from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
 from megatron.utils.atomic_io import check_writable
 from megatron.utils.errors import FarfieldError, UserError
@@ -46,7 +45,8 @@ def uses_ssh(launch: LaunchOptions) -> bool:
 
 
 def launch_training(
-    load_config: Callable[[bool], LoadedConfig],
+    loaded: LoadedConfig,
+    launch_context: LaunchContext | None,
     print_notes: PrintNotes,
     *,
     dry_run: bool = False,
@@ -55,8 +55,11 @@ def launch_training(
 ) -> int:
     """Train according to a configuration, on the machines that it selects.
 
+    Callers wrap loading and this function in `report_errors_once`.
+
     Args:
-        load_config: reads the configuration; True omits its notes, which another rank prints.
+        loaded: configuration.
+        launch_context: environment of the launcher that started this process, if any (`read_launcher_environment`).
         print_notes: prints notes.
         dry_run: only print the resolved configuration or the batch script.
         hardware: hardware of this machine; detected by default.
@@ -65,43 +68,45 @@ def launch_training(
     Returns:
         0, or 128 + n if signal n ended the run early (after saving a checkpoint).
     """
-    launch_context = read_launcher_environment()
     is_main = launch_context is None or launch_context.rank_info.rank == 0
-    with report_errors_once(launch_context):
-        loaded = load_config(not is_main)
-        config, launch = loaded.config, loaded.config.launch
-        if uses_slurm(launch):
-            return _submit_to_slurm(loaded, print_notes, dry_run=dry_run)
-        hosts, is_local = None, False
-        if launch_context is None and uses_ssh(launch):
-            hosts = ssh_launcher.read_hostfile(launch)
-            resolved = resolve_remote_run(config, ssh_launcher.assign_ranks(hosts)[0][0])
-        else:
-            rank_info = None if launch_context is None else launch_context.rank_info
-            hardware = hardware or LocalHardware.detect()
-            resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
-            is_local = resolved.config.launch.device == "cpu" or hardware.num_gpus > 0
-        if dry_run:
-            if is_main:
-                # First, so that nothing is printed for an invalid run: the output may go to a file.
-                with loaded.locate_errors():
-                    check = _check_start(
-                        resolved, print_notes, needs_data=hosts is None, has_own_python=hosts is None, is_local=is_local
-                    )
-                settled, notes = resolved.config, resolved.notes
-                if hosts is None and resolved.world_size is not None:
-                    settled = check.config
-                    notes = (*notes, *check.data_notes, *_describe_stages(check))
-                print(settled.to_yaml(), end="")
-                print_notes((*notes, *_describe_dry_run(loaded, resolved, check, is_local=is_local)))
-            return 0
+    config, launch = loaded.config, loaded.config.launch
+    if uses_slurm(launch):
+        return _submit_to_slurm(loaded, print_notes, dry_run=dry_run)
+    hosts, is_local = None, False
+    if launch_context is None and uses_ssh(launch):
+        hosts = ssh_launcher.read_hostfile(launch)
+        resolved = resolve_remote_run(config, ssh_launcher.assign_ranks(hosts)[0][0])
+    else:
+        rank_info = None if launch_context is None else launch_context.rank_info
+        hardware = hardware or LocalHardware.detect()
+        resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
+        is_local = resolved.config.launch.device == "cpu" or hardware.num_gpus > 0
+    if dry_run:
         if is_main:
-            print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
-        with loaded.locate_errors():
-            if hosts is not None:
-                check_environment(resolved.config, reads_data=False, has_own_python=False)
-                return ssh_launcher.train_over_ssh(config, hosts)
-            return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
+            # First, so that nothing is printed for an invalid run: the output may go to a file.
+            with loaded.locate_errors():
+                check = _check_start(
+                    resolved,
+                    print_notes,
+                    needs_data=hosts is None,
+                    has_own_python=hosts is None,
+                    is_local=is_local,
+                    may_download=False,
+                )
+            settled, notes = resolved.config, resolved.notes
+            if hosts is None and resolved.world_size is not None:
+                settled = check.config
+                notes = (*notes, *check.data_notes, *_describe_stages(check))
+            print(settled.to_yaml(), end="")
+            print_notes((*notes, *_describe_dry_run(loaded, resolved, check, is_local=is_local)))
+        return 0
+    if is_main:
+        print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
+    with loaded.locate_errors():
+        if hosts is not None:
+            check_environment(resolved.config, reads_data=False, has_own_python=False)
+            return ssh_launcher.train_over_ssh(config, hosts)
+        return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
 
 
 def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:
@@ -136,6 +141,7 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
             needs_data=not slurm.remaps_paths(launch),
             has_own_python=slurm.has_own_python(launch),
             is_local=False,
+            may_download=not dry_run,
         )
     print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved, check, is_local=False) if dry_run else ())))
     if dry_run:
@@ -149,13 +155,24 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
 
 
 def _check_start(
-    resolved: ResolvedRun, print_notes: PrintNotes, *, needs_data: bool, has_own_python: bool, is_local: bool
+    resolved: ResolvedRun,
+    print_notes: PrintNotes,
+    *,
+    needs_data: bool,
+    has_own_python: bool,
+    is_local: bool,
+    may_download: bool,
 ) -> StartCheck:
     """Run the start checks (`check_start`), and print a note if they take long."""
-    is_fresh = resolved.config.checkpoint.load is None
-    activity = "checking the data" if is_fresh else "checking the data and the checkpoint to start from"
+    activity = describe_checks(resolved.config, reads_tasks=has_own_python)
     with WaitAnnouncer(lambda line: print_notes((line,)), activity, first=MAX_SILENCE):
-        return check_start(resolved, needs_data=needs_data, has_own_python=has_own_python, is_local=is_local)
+        return check_start(
+            resolved,
+            needs_data=needs_data,
+            has_own_python=has_own_python,
+            is_local=is_local,
+            may_download=may_download,
+        )
 
 
 def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, ...]:
@@ -176,6 +193,13 @@ def _describe_stages(check: StartCheck) -> tuple[str, ...]:
     return tuple(stage.describe(len(stages)) for stage in stages) if len(stages) > 1 else ()
 
 
+def _describe_download(check: StartCheck) -> tuple[str, ...]:
+    """Return a line about data of tasks that a dry run does not download."""
+    if check.has_task_data:
+        return ()
+    return ("harness.tasks: training downloads the data that are not on this machine, and then checks the requests",)
+
+
 def _describe_dry_run(
     loaded: LoadedConfig, resolved: ResolvedRun, check: StartCheck, *, is_local: bool
 ) -> tuple[str, ...]:
@@ -183,6 +207,7 @@ def _describe_dry_run(
     return (
         *loaded.layers.replacements,
         *_describe_start(check),
+        *_describe_download(check),
         *_describe_groups(check),
         *(() if is_local else _describe_unchecked(resolved, check)),
         *suggest_rehearsal(resolved, loaded.arguments),

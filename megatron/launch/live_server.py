@@ -5,14 +5,14 @@ every few seconds and updates what has changed. The server is local: it listens 
 that host, serves this one page and no files, and accepts no input. Anyone with an account on this machine can read the
 page.
 
-Training curves are read from the runs' metrics.jsonl as it grows. A step that was recorded before belongs to a resumed
-run, and later points of the earlier attempt are dropped.
+Training curves are read from the runs' metrics.jsonl as it grows. If a resumed run records a step again, later points
+of the earlier attempt are dropped.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,14 +26,19 @@ from megatron.reports.combine import build_sections
 from megatron.reports.curve_chart import ChartLine, HorizontalAxis, build_line_chart
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.report import ReportSection, TrainingSection, render_report
+from megatron.reports.run_records import list_run_files
 from megatron.reports.table_formats import TextTable
-from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE, MetricsFollower, parse_record
+from megatron.training.metrics_log import HARNESS_KIND, HEARTBEAT_FILE, METRICS_FILE, MetricsFollower, parse_record
 from megatron.utils.errors import FarfieldError, UserError, describe_error
 
 MAX_POINTS = 160
 """Maximum number of points per curve."""
 MAX_CURVES = 40
 """Maximum number of runs on a page with curves; for more runs only the table is shown."""
+MAX_TASK_CHARTS = 6
+"""Maximum number of metrics of tasks on a page."""
+TASK_COUNTS = ("kind", "step", "tokens", "requests", "seconds")
+"""Keys of a record of a task that are not scores."""
 MIN_STEPS = 5
 """Minimum length of the horizontal axis, so that its ticks are integers."""
 START_FRACTION = 0.1
@@ -54,6 +59,8 @@ class CurveReader:
     validations: list[tuple[int, float]] = field(default_factory=list)
     speeds: list[tuple[int, float]] = field(default_factory=list)
     """Step and tokens per second."""
+    task_values: dict[tuple[str, str], list[tuple[int, float]]] = field(default_factory=dict)
+    """Step and value of each metric and task of lm-evaluation-harness."""
 
     def __post_init__(self) -> None:
         self._follower = MetricsFollower(self.run / METRICS_FILE)
@@ -76,14 +83,20 @@ class CurveReader:
             if self.losses and step <= self.losses[-1][0]:
                 self._forget_from(step)
             pairs = [(self.losses, record.get("loss")), (self.speeds, record.get("tokens_per_second"))]
+        elif kind.startswith(HARNESS_KIND):
+            pairs = [
+                (self.task_values.setdefault((name, kind.removeprefix(HARNESS_KIND)), []), value)
+                for name, value in record.items()
+                if name not in TASK_COUNTS and not name.endswith("_stderr")
+            ]
         else:
             pairs = [(self.validations, record.get("loss") if kind == "valid" else None)]
         for points, value in pairs:
-            if isinstance(value, int | float) and abs(value) < 1e300:
+            if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
                 points.append((step, float(value)))
 
     def _forget_from(self, step: int) -> None:
-        for points in (self.losses, self.validations, self.speeds):
+        for points in (self.losses, self.validations, self.speeds, *self.task_values.values()):
             points[:] = [point for point in points if point[0] < step]
 
 
@@ -108,7 +121,7 @@ class TrainingMonitor:
         charts: list[Chart] = []
         if has_curves:
             curves = {names[run]: self._readers[run] for run in runs}
-            found = (_build_loss_chart(curves), _build_speed_chart(curves))
+            found = (_build_loss_chart(curves), *_build_task_charts(curves), _build_speed_chart(curves))
             charts = [chart for chart in found if chart is not None]
         return TrainingSection(_build_table(statuses, shows_curves=has_curves), charts, is_live)
 
@@ -148,6 +161,26 @@ def _build_loss_chart(curves: dict[str, CurveReader]) -> Chart | None:
     note = f"Validation: {'; '.join(validations)}." if validations else ""
     low, high = min(shown), max(shown)
     return _build_chart("training_loss", "Training loss", "loss in nats per token", lines, (low, high), note)
+
+
+def _build_task_charts(curves: dict[str, CurveReader]) -> Iterator[Chart]:
+    """Yield a chart for each of the first metrics of tasks, with a line for each task of each run."""
+    metrics = dict.fromkeys(metric for curve in curves.values() for metric, _ in curve.task_values)
+    for number, metric in enumerate(list(metrics)[:MAX_TASK_CHARTS]):
+        found = [
+            (task if len(curves) == 1 else f"{name} {task}", points)
+            for name, curve in curves.items()
+            for (other, task), points in curve.task_values.items()
+            if other == metric and points
+        ]
+        lines = [
+            ChartLine(name, _downsample(points), style=style) for style, (name, points) in enumerate(found[:MAX_CURVES])
+        ]
+        if lines:
+            values = [value for line in lines for _, value in line.points]
+            title, limits = f"Tasks: {metric}", (min(values), max(values))
+            note = f"{len(found) - MAX_CURVES} more lines are not shown." if len(found) > MAX_CURVES else ""
+            yield _build_chart(f"training_tasks_{number}", title, metric, lines, limits, note)
 
 
 def _build_speed_chart(curves: dict[str, CurveReader]) -> Chart | None:
@@ -229,33 +262,38 @@ class LivePage:
             start_time = time.monotonic()
             if start_time < self._next_time:
                 return self._text
-            runs = self._find_runs()
+            runs, results = self._find_runs()
             files = [run / METRICS_FILE for run in runs]
             files += [run / HEARTBEAT_FILE for run in runs]
             files += [folder / RESULTS_FILE for folder in (*self.folders, *runs)]
+            files += [path for folder in results for path in list_run_files(folder)]
             alive = tuple(is_alive(run) for run in runs)
             is_live = any(alive) or any(map(is_sweep_running, self.folders))
             state = (is_live, alive, *((path, *_stat_file(path)) for path in files))
             if state != self._state:
-                self._text = self._render(runs, is_live)
+                self._text = self._render(runs, results, is_live)
                 self._state = state
                 now = time.monotonic()
                 if now - start_time > 1:
                     self._next_time = now + (now - start_time) / RENDER_FRACTION
             return self._text
 
-    def _find_runs(self) -> list[Path]:
-        runs = []
+    def _find_runs(self) -> tuple[list[Path], list[Path]]:
+        """Return the runs, and the folders with results or saved records."""
+        runs, results = [], []
         for folder in self.folders:
+            has_results = (folder / RESULTS_FILE).is_file()
             try:
                 runs += find_runs([folder])
-            except UserError:  # a sweep may still be preparing its corpus, and an evaluation has only results
-                if not (is_sweep_running(folder) or (folder / RESULTS_FILE).is_file()):
+            except UserError:
+                # A sweep may still be preparing its corpus; evaluations and saved records have only results.
+                has_results = has_results or bool(list_run_files(folder))
+                if not (has_results or is_sweep_running(folder)):
                     raise
-        return list(dict.fromkeys(runs))
+            results += [folder] if has_results else []
+        return list(dict.fromkeys(runs)), results
 
-    def _render(self, runs: Sequence[Path], is_live: bool) -> str:
-        results = [folder for folder in self.folders if (folder / RESULTS_FILE).is_file()]
+    def _render(self, runs: Sequence[Path], results: Sequence[Path], is_live: bool) -> str:
         sections: Sequence[ReportSection] = ()
         if results:
             sections = build_sections(results, self.options.against, self.options.delta, is_whole=not is_live)

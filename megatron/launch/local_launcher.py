@@ -103,7 +103,7 @@ def _wait_for_folder(folder: Path) -> None:
 def _is_writer_alive(folder: Path) -> bool:
     """Return True if the process training in a folder is alive on this machine.
 
-    Remaining processes of a killed run may hold the folder's lock for a moment longer.
+    Remaining processes of a killed run may keep the folder's lock for a moment longer.
     """
     try:
         beat = read_heartbeat(folder)

@@ -33,14 +33,14 @@ from megatron.training.metrics_log import (
 )
 from megatron.utils.console import PlainConsole
 from megatron.utils.errors import FarfieldError, UserError, check_reachable, describe_cause
-from megatron.utils.formatting import format_bytes, format_decimal, format_duration
+from megatron.utils.formatting import format_bytes, format_decimal, format_duration, format_quantity
 
 MAX_HEARTBEAT_AGE = 60.0
 """Maximum age of the heartbeat of a running run on another machine, in seconds."""
 REFRESH_SECONDS = 5.0
 """Interval between updates, in seconds."""
 UNKNOWN = "–"
-"""Cell without a value."""
+"""Text of a table cell without a value."""
 _STATES = {"start": "starting", "validate": "validating", "harness": "evaluating", "save": "saving"}
 """States of a running run by the phase of its heartbeat; a run in any other phase is training."""
 
@@ -188,7 +188,7 @@ def is_alive(run: Path) -> bool:
 
 
 def _is_alive(run: Path, beat: dict[str, Any]) -> bool:
-    """Return True if a run's lock is held or its heartbeat is recent.
+    """Return True if a run's folder is locked or its heartbeat is recent.
 
     On this machine, a released lock overrides the heartbeat, which a killed run leaves behind.
     """
@@ -348,7 +348,7 @@ def print_checkpoints(run: Path, *, verify: bool, as_json: bool) -> bool:
     console = PlainConsole(highlight=False)
     console.print(table)
     console.print(
-        f"{len(checkpoints)} in {layout.find_run_folder(run) / layout.CHECKPOINTS}, "
+        f"{format_quantity(len(checkpoints), 'checkpoint')} in {layout.find_run_folder(run) / layout.CHECKPOINTS}, "
         f"{format_bytes(sum(checkpoint.bytes for checkpoint in checkpoints))} in total"
     )
     return all(checkpoint.problem is None for checkpoint in checkpoints)

@@ -17,7 +17,7 @@ from megatron.distributed.sharding import all_gather
 from megatron.model.core_modules import TransformerConfig, vocab_parallel_cross_entropy
 from megatron.model.layer import recompute_in_backward
 from megatron.model.layer_config import can_compile, compile_region, compute_log_z
-from megatron.options.model import count_scored_at_once
+from megatron.options.model import compute_loss_chunk_length
 from megatron.position.numerics import soft_cap
 
 
@@ -100,7 +100,7 @@ def chunked_cross_entropy(
     Returns:
         float32 [B, T] or [n, B, T].
     """
-    step = count_scored_at_once(hidden.shape[0], hidden.shape[1], vocabulary, max_logits)
+    step = compute_loss_chunk_length(hidden.shape[0], hidden.shape[1], vocabulary, max_logits)
     if step == hidden.shape[0]:
         return compute_losses(hidden, labels)
     blocks = zip(hidden.split(step), labels.split(step, dim=1), strict=True)

@@ -20,7 +20,7 @@ class AnalysisOptions(LengthOptions):
 
     lengths: Annotated[list[Length] | None, CommaSeparated] = config_field(
         None,
-        "window lengths in tokens, or on the command line in training lengths; 1x and 4x if absent",
+        "window lengths, in tokens (512) or training lengths (2x); 1x and 4x if absent",
         min_length=1,
         metavar=LENGTHS_METAVAR,
     )
@@ -56,7 +56,7 @@ class AnalysisOptions(LengthOptions):
 
 
 MAX_NEW_TOKENS = 10**9
-"""Limit in tokens. Memory runs out long before, but is allocated on demand."""
+"""Upper bound of `maximum_tokens`. Memory runs out long before it, but is allocated on demand."""
 
 
 class GenerationOptions(ConfigSection):
@@ -85,7 +85,7 @@ class GenerationOptions(ConfigSection):
 
 
 class ImportOptions(ConfigSection):
-    """Information that a foreign checkpoint lacks."""
+    """Information that another project's checkpoint lacks."""
 
     config: list[str] = config_field(list, "GPT-NeoX's configuration files, if SOURCE has none", metavar="FILE")
     tokenizer: str | None = config_field(
@@ -95,12 +95,12 @@ class ImportOptions(ConfigSection):
     merge_file: str | None = config_field(None, "merges.txt of GPT2BPETokenizer")
     end_token: str | None = config_field(None, "end-of-document token, if its name is not one of the usual ones")
     add_bos: bool | None = config_field(
-        None, "prepend the tokenizer's beginning-of-text token to each text; by default as in its file"
+        None, "prepend the tokenizer's beginning-of-text token to each text; if absent, as the tokenizer's file says"
     )
 
 
 class ExportOptions(ConfigSection):
-    """Options of an exported folder."""
+    """Options of an export."""
 
     native: bool = config_field(False, "export as a model class of transformers, if one computes the same function")
     dtype: str = config_field("float32", "data type of the weights: float32 (exact), bfloat16 or float16")
@@ -113,7 +113,7 @@ class ExportOptions(ConfigSection):
 
 
 class PlanOptions(ConfigSection):
-    """Cluster to plan for, and the length of the plan."""
+    """Cluster to plan for, and the number of layouts to list."""
 
     gpus: int = config_field(8, "total number of GPUs", ge=1, le=8192)
     gpu: str = config_field("a100-40gb", "GPU model: a100-40gb, a100-80gb, h100, …")
@@ -159,8 +159,8 @@ class ReportOptions(ConfigSection):
     delta: float = config_field(0.1, "a method extrapolates if its perplexity changes by less than this fraction", ge=0)
     title: str | None = config_field(None, "title of the page")
     figure_width: float | None = config_field(
-        None, "width of --figure in inches, 3.25 by default, which is a column of a page", ge=2, le=20
+        None, "width of --figure in inches; 3.25, one column of a paper, if absent", ge=2, le=20
     )
     figure_font: float | None = config_field(
-        None, "font size of --figure in points, 8 by default; ticks and legend are 10% smaller", ge=4, le=24
+        None, "font size of --figure in points; 8 if absent; ticks and legend are 10% smaller", ge=4, le=24
     )

@@ -30,7 +30,7 @@ TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenize
 def _check_corpus_name(value: Any) -> Any:
     """Check the type of a corpus name, as pydantic would but with a one-line error."""
     if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-        raise PydanticCustomError("corpus_name", "it must be text or a list of texts")
+        raise PydanticCustomError("corpus_name", "it must be a string or a list of strings")
     return value
 
 
@@ -67,19 +67,20 @@ class CorpusOptions(ConfigSection):
     merge_file: str | None = config_field(None, "file of GPT2BPETokenizer: merges.txt")
     end_token: str | None = config_field(None, "end-of-document token, if its name is not one of the usual ones")
     add_bos: bool | None = config_field(
-        None, "prepend the tokenizer's beginning-of-text token to each document; as in its file if absent"
+        None,
+        "prepend the tokenizer's beginning-of-text token to each document; if absent, as the tokenizer's file says",
     )
     vocab_size: int | None = config_field(
         None, "vocabulary size of bpe: 256 byte values, <|endoftext|>, and learned tokens", ge=257, le=MAX_VOCAB_SIZE
     )
     split: Annotated[list[float] | None, CommaSeparated, BeforeValidator(_parse_corpus_split)] = config_field(
         lambda: [0.9, 0.05, 0.05],
-        "train, valid and test fractions; null (none on the command line) does not split",
+        "train, valid and test fractions; null (on the command line, none) writes one dataset without splits",
         min_length=3,
         max_length=3,
-        metavar="SHARES|none",
+        metavar="FRACTIONS|none",
     )
-    packages: bool = config_field(False, "with python: also all installed packages")
+    packages: bool = config_field(False, "with python: include all installed packages")
     suffixes: Annotated[list[str] | None, CommaSeparated] = config_field(
         None, "file types to read from folders, such as .txt; all supported ones if absent", metavar=".EXT,…"
     )
@@ -133,14 +134,16 @@ class DataOptions(ConfigSection):
     train_data_paths: list[CorpusName] = config_field(
         list, "corpora to train on: each an indexed dataset, a folder of them, or a list of either", policy="data"
     )
-    valid_data_paths: list[CorpusName] = config_field(list, "corpora to validate on, in the same form", policy="data")
+    valid_data_paths: list[CorpusName] = config_field(
+        list, "corpora to validate on, as in train_data_paths", policy="data"
+    )
     valid_data_sets: dict[Annotated[str, Field(pattern=SET_NAME)], CorpusName] = config_field(
         dict,
         "additional validation sets, each reported by name: {books: data/books, code: [data/c, data/python]}",
         policy="data",
     )
     test_data_paths: list[CorpusName] = config_field(
-        list, "corpora to test on, in the same form; used by `evaluate`", policy="data"
+        list, "corpora to test on, as in train_data_paths; used by `evaluate`", policy="data"
     )
     train_data_weights: list[float] = config_field(
         list, "blend weights of train_data_paths; equal if absent", policy="data"
@@ -180,7 +183,7 @@ class DataOptions(ConfigSection):
         None, "the tokenizer's end-of-document token, if its name is not one of the usual ones", policy="data"
     )
     add_bos: bool | None = config_field(
-        None, "true if the tokenizer prepends a token to each text; as in its file if absent", policy="data"
+        None, "true if the tokenizer prepends a token to each text; if absent, as its file says", policy="data"
     )
     eod_mask_loss: bool = config_field(False, "do not score the token after the end of a document", policy="data")
     num_workers: int = config_field(0, "data loading processes", ge=0, le=1024, policy="machine")

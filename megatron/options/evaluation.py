@@ -55,7 +55,7 @@ def build_length_error(part: str) -> UserError:
 
 
 class LengthOptions(ConfigSection):
-    """Keys `lengths` and `multiples`, which may be written as one text: `128,256,1x`."""
+    """Keys `lengths` and `multiples`, which may be written as one string: `128,256,1x`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +98,7 @@ class TaskOptions(ConfigSection):
     num_fewshot: int | None = config_field(
         None, "with --tasks: solved examples before each question; the task's own number if absent", ge=0
     )
-    metadata: str | None = config_field(
+    metadata: dict[str, Any] | str | None = config_field(
         None,
         "with --tasks: metadata for tasks that generate their texts, as the harness's option of this name: "
         "'{max_seq_lengths: [4096], tokenizer: FOLDER}'",
@@ -115,19 +115,23 @@ def _parse_depths(parts: Any) -> Any:
         return parts
     if len(parts) == 1 and isinstance(parts[0], int) and parts[0] > 1:
         if parts[0] > MAX_DEPTHS:
-            raise PydanticCustomError("depths", f"{parts[0]:,} depths; there are at most {MAX_DEPTHS:,}")
+            raise PydanticCustomError("depths", f"{parts[0]:,} depths are too many; use at most {MAX_DEPTHS:,}")
         return [index / (parts[0] - 1) for index in range(parts[0])]
     try:
         return sorted({float(part) for part in parts})
     except (TypeError, ValueError):
-        raise PydanticCustomError("depths", "depths are shares (0,0.5,1), or how many (11)") from None
+        raise PydanticCustomError(
+            "depths", "expected fractions from 0 to 1 (0,0.5,1) or a number of depths (11)"
+        ) from None
 
 
 Depths = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_parse_depths)]
 """Ascending fractions of the possible positions before an answer."""
 
 
-WINDOW_FIELD = config_field(None, "number of last keys to attend to, including the token's own", ge=1, le=MAX_LENGTH)
+WINDOW_FIELD = config_field(
+    None, "attention window: number of last keys, including the token's own", ge=1, le=MAX_LENGTH
+)
 TEMPERATURE_FIELD = config_field(
     None,
     "attention temperature without learned parameters, as NAME or NAME:OPTION=VALUE: logn, "
@@ -142,7 +146,7 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 PRECISION_FIELD = config_field(
     "auto", "compute type: fp32, bf16, fp16, or auto (fp32 on a CPU, the run's own on a GPU)"
 )
-"""Options of reading a trained model, in evaluation, analysis and generation."""
+"""Options shared by all commands that read a trained model: evaluation, analysis and generation."""
 
 
 class EvaluationOptions(LengthOptions):
@@ -150,7 +154,7 @@ class EvaluationOptions(LengthOptions):
 
     lengths: Annotated[list[Length] | None, CommaSeparated] = config_field(
         None,
-        "context lengths in tokens, or on the command line in training lengths; 1x to 32x if absent",
+        "context lengths, in tokens (512) or training lengths (4x); 1x to 32x if absent",
         min_length=1,
         metavar=LENGTHS_METAVAR,
     )
@@ -168,13 +172,13 @@ class EvaluationOptions(LengthOptions):
     )
     targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = config_field(
         None,
-        "with last: tokens scored per window, one or several numbers; the training length if absent (repeated: 16)",
+        "with last: tokens scored per window, one or several numbers; if absent, the training length (16 for repeated)",
         min_length=1,
     )
     depths: Annotated[Depths | None, CommaSeparated] = config_field(
         None,
-        "depths of a needle map: of the passkey (5 if absent), or of the answer in a task that has one; a "
-        "number of evenly spaced depths from 0 to 1, or fractions",
+        "depths in a needle map, of the passkey (5 if absent) or of a task's answer: fractions from 0 to 1, or a "
+        "number of evenly spaced ones",
         min_length=1,
         metavar="11 | 0,0.5,1",
     )
@@ -211,8 +215,8 @@ class EvaluationOptions(LengthOptions):
     )
     key_alpha: float | None = config_field(
         None,
-        "with find_key_tokens: smallest gain of a key token's log-probability from the long context, in nats; 2 "
-        "if absent",
+        "with find_key_tokens: smallest gain in log-probability that a key token has from the long context, in nats; "
+        "2 if absent",
         ge=0,
     )
     key_beta: float | None = config_field(
@@ -233,7 +237,7 @@ class EvaluationOptions(LengthOptions):
     rope: str | None = ROPE_FIELD
     task_options: str | None = config_field(
         None,
-        "for runs trained on a task: task options that differ from training, ignore=0.98,…",
+        "for runs trained on a task: task options that differ from training, for example ignore=0.98",
         metavar="OPTION=VALUE,…",
     )
     device: str = config_field(

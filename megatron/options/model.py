@@ -206,15 +206,15 @@ class ModelOptions(ConfigSection):
     )
     attention_check: bool = config_field(
         True,
-        "run the self-check of auto on a GPU: candidates are compared with float64 and timed, for about 20 s in the "
-        "first run of its kind; if false, auto uses sdpa if nothing is added to the scores, else row blocks",
+        "run the self-check of auto on a GPU: compare backends with float64 and time them, for about 20 s in the "
+        "first run of its kind; if false, auto uses sdpa if nothing is added to the scores, else chunked (row blocks)",
         policy="machine",
     )
     compile_regions: bool = config_field(
         True,
-        "whether training on a GPU compiles what is between matrix products and attention with torch.compile: biases, "
-        "residual sums, norms, activations, rotation, the loss; if false, PyTorch computes it one by one, as it "
-        "always does on a CPU, in evaluation and under ZeRO 3",
+        "in training on a GPU, use torch.compile for the operations between matrix products and attention: biases, "
+        "residual sums, norms, activations, rotation, the loss; if false, they run one by one, as they always do on a "
+        "CPU, in evaluation and under ZeRO 3",
         policy="machine",
     )
     attention_chunk_rows: int = config_field(
@@ -272,7 +272,7 @@ def get_qk_norm(model: ModelOptions) -> str | None:
     return (model.qk_norm or model.norm) if model.use_qk_layernorm else None
 
 
-def list_norm_parts(model: ModelOptions, norm: str | None) -> tuple[str, ...]:
+def list_norm_parameters(model: ModelOptions, norm: str | None) -> tuple[str, ...]:
     """Return the names of a norm's parameters; empty if `norm` is None."""
     if norm is None:
         return ()
@@ -311,12 +311,12 @@ def compute_intermediate_size(width: int, activation: str) -> int:
 
 
 MAX_LOGITS = 1 << 30
-"""Most logits that the loss processes together: 12 GB in float32, with their gradients. With a vocabulary of 50,304
-that is 21,000 tokens."""
+"""Maximum number of logits that the loss processes together: 12 GB in float32, with their gradients. With a vocabulary
+of 50,304 they are those of 21,000 tokens."""
 
 
-def count_scored_at_once(length: int, batch_size: int, vocab_size: int, max_logits: int = MAX_LOGITS) -> int:
-    """Return the tokens of each of `batch_size` sequences whose logits the loss processes together."""
+def compute_loss_chunk_length(length: int, batch_size: int, vocab_size: int, max_logits: int = MAX_LOGITS) -> int:
+    """Return the number of tokens of each sequence in a batch whose logits the loss processes together."""
     return length if length * batch_size * vocab_size <= max_logits else max(max_logits // (batch_size * vocab_size), 1)
 
 

@@ -1,7 +1,7 @@
 """Keys that decide what a run writes and what it starts from: checkpoints, logs, profiles."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
@@ -103,11 +103,15 @@ class HarnessOptions(ConfigSection):
         policy="output",
     )  # fmt: skip
     include_path: str | None = config_field(None, "folder with tasks of your own (YAML files)", policy="output")
-    metadata: str | None = config_field(
-        None, "metadata for tasks that generate their texts, as the option --metadata of evaluate", policy="output"
+    metadata: dict[str, Any] | str | None = config_field(
+        None,
+        "metadata for tasks that generate their texts, as a mapping or its text: {max_seq_lengths: [4096]}",
+        policy="output",
     )
     download: bool = config_field(
-        False, "download data of tasks that are not on this machine, instead of raising an error", policy="output"
+        False,
+        "download data of tasks that are not on this machine, instead of raising an error; a dry run never does",
+        policy="output",
     )
 
 

@@ -219,7 +219,7 @@ class PositionOptions(ConfigSection):
 
     @property
     def period(self) -> int:
-        """Number of layers after which all patterns repeat; 1 if all layers are alike."""
+        """Number of layers after which all patterns repeat; 1 if all layers are equal."""
         return lcm(*map(len, self.list_patterns().values()))
 
     def get_layer_options(self, layer: int) -> "PositionOptions":

@@ -30,7 +30,7 @@ class ConfigSection(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_empty_text(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject empty texts, which have no meaning: an empty path would be the current folder."""
+        """Reject empty strings, which have no meaning: an empty path would be the current folder."""
         field = cls.model_fields[info.field_name or ""]
         kinds = (field.annotation,) if get_origin(field.annotation) is list else get_args(field.annotation)
         is_list = any(get_origin(kind) is list for kind in kinds) and str not in kinds
@@ -61,15 +61,15 @@ ChangePolicy = Literal["architecture", "context", "initialization", "data", "num
 """
 
 
-def read_docstring(thing: Any) -> str:
+def read_docstring(documented: Any) -> str:
     """Return the docstring of a class or function, even if Python drops docstrings (`python -OO`).
 
     The headings of configuration files and the command line's help are generated from docstrings.
     """
-    if thing.__doc__ is not None:
-        return inspect.cleandoc(thing.__doc__)
+    if documented.__doc__ is not None:
+        return inspect.cleandoc(documented.__doc__)
     try:
-        source = textwrap.dedent(inspect.getsource(thing))
+        source = textwrap.dedent(inspect.getsource(documented))
     except (OSError, TypeError):  # the source is not available
         return ""
     # `ast.parse` drops docstrings, too, from Python 3.14 on.

@@ -64,7 +64,7 @@ class BenchmarkOptions(ConfigSection):
 
 
 class LeaderboardOptions(ConfigSection):
-    """Leaderboard of a report: ranks and sentences over many methods."""
+    """Leaderboard of a report: ranks of many methods, and conclusions in words."""
 
     ablations: list[str] = config_field(
         list,
@@ -96,7 +96,7 @@ class SweepOptions(ConfigSection):
         "folder of small files with the records of finished runs, which are then not trained again; none if absent",
     )
     part: str | None = config_field(
-        None, "PART/PARTS, such as 2/3: run only this part of the runs, where several machines share sweep.records"
+        None, "PART/PARTS, such as 2/3: train only this part of the runs, if several machines share sweep.records"
     )
     title: str | None = config_field(None, "heading of the report")
     against: str | None = config_field(None, "baseline variant of the report")
@@ -131,7 +131,7 @@ class SweepOptions(ConfigSection):
         benchmarks = any(benchmark.seeds is not None for benchmark in self.benchmarks.values())
         return benchmarks or any(SEEDS in keys for keys in self.variants.values())
 
-    def list_unbranched(self) -> list[str]:
+    def list_root_variants(self) -> list[str]:
         """List the variants without a branch, which benchmarks train by default."""
         return [name for name, keys in self.variants.items() if BRANCH not in keys]
 

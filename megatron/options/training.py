@@ -37,7 +37,7 @@ LION_BETAS = [0.9, 0.99]
 class OptimizerParams(ConfigSection):
     lr: float = config_field(
         6e-4,
-        "peak learning rate; Muon uses AdamW's, Lion a third to a tenth of it",
+        "peak learning rate; Muon needs about the same as AdamW, Lion a third to a tenth of it",
         gt=0,
         policy="schedule",
     )
@@ -92,8 +92,8 @@ class OptimizerOptions(ConfigSection):
     )
     decay_positions: bool = config_field(
         False,
-        "also decay encodings and temperatures, except biases of their linear layers, as GPT-NeoX; DAPE was trained "
-        "this way, KERPLE without weight decay",
+        "also decay encodings and temperatures, except biases of their linear layers, as GPT-NeoX does; DAPE was "
+        "trained this way, KERPLE without weight decay",
         policy="numerics",
     )
     gradient_clipping: float = config_field(
@@ -246,7 +246,7 @@ class Fp16Options(ConfigSection):
         12, "exponent of the initial dynamic loss scale, a power of 2", ge=0, le=127, policy="numerics"
     )
     loss_scale_window: int = config_field(
-        1000, "good steps before the loss scale doubles", ge=1, le=MAX_STEPS, policy="numerics"
+        1000, "steps without an overflow before the loss scale doubles", ge=1, le=MAX_STEPS, policy="numerics"
     )
     hysteresis: int = config_field(2, "overflows before the loss scale halves", ge=1, le=MAX_STEPS, policy="numerics")
     min_loss_scale: float = config_field(1, "smallest dynamic loss scale", gt=0, policy="numerics")
@@ -260,14 +260,16 @@ def _check_multiples(values: list[str]) -> list[str]:
     """Check that lengths are whole multiples of the training length, greater than 1, without duplicates."""
     for value in values:
         if re.fullmatch(r"[1-9]\d{0,3}x", value) is None or value == "1x":
-            raise ValueError(f"{value} is not a whole multiple of the training length, such as 4x (1x is always there)")
+            raise ValueError(
+                f"{value} is not a whole multiple of the training length, such as 4x (1x is always included)"
+            )
         if values.count(value) > 1:
-            raise ValueError(f"{value} is named more than once")
+            raise ValueError(f"{value} is listed more than once")
     return values
 
 
 def _read_switch(value: Any) -> Any:
-    """Read true and false, which YAML 1.1 makes of on and off, as these."""
+    """Convert true and false to `on` and `off`, which YAML 1.1 reads as booleans."""
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
@@ -366,7 +368,7 @@ class TrainingOptions(ConfigSection):
     )
     loss_spike: float | None = config_field(
         None,
-        "factor over the usual loss above which a loss counts as bad immediately; noise never reaches 2; needs "
+        "a loss above this multiple of its running mean counts as bad immediately; noise stays below 2; needs "
         "on_bad_loss rollback or stop",
         gt=1,
         policy="numerics",

@@ -43,7 +43,7 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes
-from megatron.options.model import count_scored_at_once, get_padded_vocab_size
+from megatron.options.model import compute_loss_chunk_length, get_padded_vocab_size
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT, DEFAULT_GPU_BYTES
 from megatron.planning.model_costs import (
@@ -328,7 +328,7 @@ class _StageMemory:
             per_logit = 12 if self.sizes.tensor == 1 else 4 + (b if b < 4 else 0)
             per_logit += 4 if model.final_logit_softcapping is not None else 0  # the hyperbolic tangents
             per_logit += 4 if self.config.training.z_loss else 0  # the gradient of the labels' logits
-        scored = count_scored_at_once(
+        scored = compute_loss_chunk_length(
             self.num_tokens // self.micro_batch_size, self.micro_batch_size, self.local_vocab_size
         )
         return scored * self.micro_batch_size * self.local_vocab_size * per_logit

@@ -24,7 +24,7 @@ from megatron.options.model import (
     get_q_hidden_size,
     get_qk_norm,
     has_qkv_bias,
-    list_norm_parts,
+    list_norm_parameters,
 )
 from megatron.options.position import PositionOptions
 from megatron.position.catalog import (
@@ -250,12 +250,12 @@ def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     model, position = config.model, config.position
     hidden_size, ffn_size = model.hidden_size, get_ffn_hidden_size(model)
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
-    norm_parameters = hidden_size * len(list_norm_parts(model, model.norm))
+    norm_parameters = hidden_size * len(list_norm_parameters(model, model.norm))
     total_norm_parameters = norm_parameters * count_layer_norms(model)
     qkv_size = get_q_hidden_size(model) + 2 * get_kv_hidden_size(model)
     matrices = sum(list_layer_matrices(model))
     sharded_biases = (qkv_size if has_qkv_bias(model) else 0) + (fc1_size if model.use_bias_in_mlp else 0)
-    qk_norm_vectors = len(list_norm_parts(model, get_qk_norm(model)))
+    qk_norm_vectors = len(list_norm_parameters(model, get_qk_norm(model)))
     if model.qk_layernorm_over_heads:
         sharded_biases += qk_norm_vectors * (get_q_hidden_size(model) + get_kv_hidden_size(model))
     else:
@@ -294,7 +294,7 @@ def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int,
         if is_first or not plan_encoding(own.position).facts.only_adds_embeddings:
             count += count_encoding_parameters(model, own.position)
     if is_last:
-        count += model.hidden_size * len(list_norm_parts(model, model.norm))
+        count += model.hidden_size * len(list_norm_parameters(model, model.norm))
     is_tied = not model.no_weight_tying
     return count + embedding_parameters * ((is_first or (is_last and is_tied)) + (is_last and not is_tied))
 

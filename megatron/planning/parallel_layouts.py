@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.config.execution import check_divisible, resolve_batch_size, resolve_mesh_shape, resolve_zero
 from megatron.config.schema import Config
-from megatron.config.validation import validate_config
+from megatron.config.validation import check_config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY, MICRO_BATCH_KEY
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
@@ -129,8 +129,7 @@ def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[
 
 
 def _build_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout:
-    for _, problem in validate_config(config):
-        raise UserError(problem)
+    check_config(config)
     sizes = resolve_mesh_shape(config, cluster.num_gpus)
     config = resolve_batch_size(resolve_zero(config)[0], sizes.data)
     return ParallelLayout(

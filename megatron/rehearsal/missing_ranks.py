@@ -144,7 +144,9 @@ class StageParameter:
     def numel(self) -> int:
         return prod(self.shape)
 
-    def describe_piece(self, start: int, size: int, tensor_index: int, tensor_size: int, step: int) -> ShardMetadata:
+    def build_shard_metadata(
+        self, start: int, size: int, tensor_index: int, tensor_size: int, step: int
+    ) -> ShardMetadata:
         """Build the file-header entry for a range of the parameter's elements."""
         division = (0, 1, 0, 1) if self.dim is None else (tensor_index, tensor_size, self.dim, self.strips)
         return ShardMetadata(start, size, self.shape, *division, float(step))
@@ -196,12 +198,12 @@ def complete_checkpoint(
         (present if path.is_file() else missing).setdefault((mesh.pipeline.index, mesh.tensor.index), []).append(rank)
     for (stage, tensor), ranks in missing.items():
         counted = [p for p in stages[stage] if not p.is_replica and (p.dim is not None or tensor == 0)]
-        written = [read_pieces(get_rank_path(checkpoint, STATES, rank)) for rank in present.get((stage, tensor), ())]
+        written = [read_shards(get_rank_path(checkpoint, STATES, rank)) for rank in present.get((stage, tensor), ())]
         shares = divide_unwritten(counted, written, len(ranks))
         random = _read_random_states(checkpoint, present.get((stage, tensor)) or present[0, 0])
         for rank, share in zip(ranks, shares, strict=True):
             pieces = {
-                parameter.name: parameter.describe_piece(start, stop - start, tensor, sizes.tensor, step)
+                parameter.name: parameter.build_shard_metadata(start, stop - start, tensor, sizes.tensor, step)
                 for parameter, start, stop in share
             }
             masters = [(f"master/{name}", piece.size) for name, piece in pieces.items()]
@@ -248,7 +250,7 @@ def divide_unwritten(
     return shares
 
 
-def read_pieces(path: Path) -> dict[str, ShardMetadata]:
+def read_shards(path: Path) -> dict[str, ShardMetadata]:
     """Return the shards in a rank's file, by parameter name. Raises RunError if the file is damaged."""
     try:
         with safe_open(path, "pt") as file:

@@ -5,7 +5,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.rehearsal.rehearsed_run import STEPS
-from megatron.rehearsal.report import CONTEXT_GIB, GIB, NCCL_GIB, TIGHT_FRACTION, UNKNOWN, RehearsalReport
+from megatron.rehearsal.report import CONTEXT_GIB, GIB, NCCL_GIB, NOT_COVERED, TIGHT_FRACTION, RehearsalReport
 from megatron.utils.formatting import (
     format_approximate_duration,
     format_bytes,
@@ -21,13 +21,13 @@ STYLES = {"fits": "green", "tight": "yellow", "out of memory": "red", "failed": 
 def print_report(report: RehearsalReport, console: Console) -> None:
     """Print the whole report: memory, ledger, kernels, disk, time and coverage."""
     rehearsal = report.rehearsal
-    run, card = rehearsal.run, rehearsal.card
+    run, gpu = rehearsal.run, rehearsal.gpu
     parameters = next((t.result.parameters for t in rehearsal.train_traces.values() if t.result.parameters), None)
     size = "" if parameters is None else f"{format_count(parameters)} parameters, "
     style = STYLES[report.verdict]
     console.print(
-        f"[bold {style}]{report.verdict}[/]  {size}{run.world_size} × {card.device_name} "
-        f"({card.memory / GIB:.1f} GiB): {run.sizes}, ZeRO {run.config.training.zero_optimization.stage}"
+        f"[bold {style}]{report.verdict}[/]  {size}{run.world_size} × {gpu.device_name} "
+        f"({gpu.memory / GIB:.1f} GiB): {run.sizes}, ZeRO {run.config.training.zero_optimization.stage}"
     )
     console.print()
     console.print(_build_memory_table(report))
@@ -51,8 +51,8 @@ def _build_memory_table(report: RehearsalReport) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("rank", justify="right")
     table.add_column("coordinates")
-    table.add_column("stands for", justify="right")
-    for name in ("peak GiB", "reserved", "of card", "plan GiB"):
+    table.add_column("represents", justify="right")
+    for name in ("peak GiB", "reserved", "of GPU", "plan GiB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("peak in phase")
     table.add_column("verdict", no_wrap=True)
@@ -61,7 +61,7 @@ def _build_memory_table(report: RehearsalReport) -> Table:
         if role.rank not in rehearsal.train_traces:
             continue
         allocated, reserved, phase = report.find_peak(role.rank)
-        planned, verdict = report.estimate_planned_memory(role.rank), report.judge(role.rank)
+        planned, verdict = report.estimate_planned_memory(role.rank), report.judge_rank(role.rank)
         count = len(role.represented_ranks)
         table.add_row(
             str(role.rank),
@@ -69,7 +69,7 @@ def _build_memory_table(report: RehearsalReport) -> Table:
             f"{count} rank{'' if count == 1 else 's'}",
             f"{allocated / GIB:.2f}",
             f"{reserved / GIB:.2f}",
-            f"{reserved / rehearsal.card.memory:.0%}",
+            f"{reserved / rehearsal.gpu.memory:.0%}",
             "?" if planned is None else f"{planned / GIB:.2f}",
             phase,
             f"[{STYLES[verdict]}]{verdict}[/]",
@@ -128,7 +128,7 @@ def _print_ledger(report: RehearsalReport, console: Console) -> None:
 
 def _print_kernels(report: RehearsalReport, console: Console) -> None:
     if kernels := report.list_kernels():
-        console.print(f"\n[bold]Triton kernels[/] compiled for {report.rehearsal.card.architecture}")
+        console.print(f"\n[bold]Triton kernels[/] compiled for {report.rehearsal.gpu.architecture}")
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 2))
         table.add_column("kernel")
         for name in ("registers", "spilled bytes", "shared KiB", "launches"):
@@ -200,7 +200,7 @@ def _print_coverage(report: RehearsalReport, console: Console) -> None:
     if standing:
         ranks = format_ranks([role.rank for role in standing])
         console.print(f"[bold]assumed[/]  ranks that did not run behave like {ranks} (--ranks all runs every rank)")
-    console.print(f"[bold]not covered[/]  {'; '.join(UNKNOWN)}")
+    console.print(f"[bold]not covered[/]  {'; '.join(NOT_COVERED)}")
 
 
 def _format_seconds(seconds: float) -> str:

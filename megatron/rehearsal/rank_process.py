@@ -151,7 +151,8 @@ def run_rank_job(job: RankJob) -> RankResult:
     """Run the command of a rank; record its outcome, including errors, in the result."""
     from megatron.config.load import load_config
     from megatron.distributed.hardware import LocalHardware, count_cores
-    from megatron.launch.dispatch import launch_training
+    from megatron.distributed.launcher_environment import read_launcher_environment
+    from megatron.launch.dispatch import launch_training, report_errors_once
     from megatron.rehearsal.missing_ranks import skip_weight_initialization
 
     result = RankResult(job.rank)
@@ -161,12 +162,15 @@ def run_rank_job(job: RankJob) -> RankResult:
     hardware = LocalHardware(job.devices, count_cores(), memory=None)
     with _collect_warnings(result.warnings), skip_weight_initialization():
         try:
-            launch_training(
-                lambda silent: load_config([job.config]),
-                lambda notes: None,
-                hardware=hardware,
-                hooks=rank_hooks.build_hooks(),
-            )
+            launch_context = read_launcher_environment()
+            with report_errors_once(launch_context):
+                launch_training(
+                    load_config([job.config]),
+                    launch_context,
+                    lambda notes: None,
+                    hardware=hardware,
+                    hooks=rank_hooks.build_hooks(),
+                )
         except BaseException as error:
             result.error = describe_rank_error(error, f"{memory.phase} of step {memory.step}")
             with open(f"{job.result}.traceback", "w", encoding="utf-8") as file:

@@ -30,12 +30,14 @@ from megatron.rehearsal.rehearsed_run import STEPS, RehearsedRun
 from megatron.rehearsal.roles import Ledger, RankRole, choose_roles, list_stages, read_ledger
 from megatron.utils.atomic_directory import temporary_folder
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.formatting import format_duration
 from megatron.utils.imports import SAFE_PATH_VARIABLE
+from megatron.utils.progress import WaitAnnouncer
 from megatron.utils.signals import clean_up_on_signal, get_parent_variable
 
 TRAIN, RESUME = "train", "resume"
 POLL_SECONDS = 0.05
-HEARTBEAT_SECONDS = 10.0
+HEARTBEAT_SECONDS = 8.0
 """Interval between progress lines about a slow rank, in seconds."""
 FULL_BYTES = 16 << 20
 """Free disk space, in bytes, below which a failure is attributed to a full disk."""
@@ -48,7 +50,7 @@ LAUNCHER_VARIABLES = ("SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_")
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Everything one rank recorded during one action."""
+    """Records of one rank during one action."""
 
     result: RankResult
     ledger: Ledger
@@ -63,7 +65,7 @@ class Rehearsal:
     """Findings of a rehearsal."""
 
     run: RehearsedRun
-    card: GpuModel
+    gpu: GpuModel
     roles: list[RankRole]
     train_traces: dict[int, RankTrace] = field(default_factory=dict)
     """Traces of the training action, by rank."""
@@ -101,7 +103,7 @@ Progress = Callable[[str], None]
 
 def rehearse(
     run: RehearsedRun,
-    card: GpuModel,
+    gpu: GpuModel,
     selection: str | list[int],
     progress: Progress = lambda line: None,
     command: Sequence[str] = RANK_COMMAND,
@@ -110,7 +112,7 @@ def rehearse(
 
     Args:
         run: run to rehearse (`plan_rehearsal`).
-        card: GPU that each device emulates.
+        gpu: GPU that each device emulates.
         selection: ranks to run; see `choose_roles`.
         progress: callback that receives one line per starting rank.
         command: command of each rank; its job is appended as an argument.
@@ -121,10 +123,11 @@ def rehearse(
         RunError: if a process cannot be started.
     """
     start = time.monotonic()
-    rehearsal = Rehearsal(run, card, choose_roles(run.sizes, selection))
+    rehearsal = Rehearsal(run, gpu, choose_roles(run.sizes, selection))
     if rehearsal.roles[0].rank != 0:
         raise UserError("--ranks: rank 0 must be included; it orders the data and completes checkpoints")
-    build_environment(card)  # first, to fail or compile before any folder is created
+    with WaitAnnouncer(progress, "compiling the null CUDA device"):
+        build_environment(gpu)  # first, to fail or compile before any folder is created
     with _temporary_folder() as folder:
         _Execution(rehearsal, folder, progress, command).execute()
     rehearsal.seconds = time.monotonic() - start
@@ -157,6 +160,7 @@ class _Execution:
         self._ranks = [role.rank for role in rehearsal.roles]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._starts = 0
+        self._start_time = self._last_start_time = time.monotonic()
 
     def execute(self) -> None:
         """Run both actions and add their findings to the rehearsal."""
@@ -208,17 +212,31 @@ class _Execution:
             str(self._folder), str(self._folder / f"{action}.yml"), action, rank, self._run.devices_per_node, waits
         )
 
+    def _count_starts(self) -> int:
+        return len(self._ranks) * (2 if self._can_save() else 1)
+
+    def _describe_time_left(self) -> str:
+        """Describe the remaining time by the mean time of the starts before the last one; empty without any."""
+        if (finished := self._starts - 1) < 1:
+            return ""
+        mean = (self._last_start_time - self._start_time) / finished
+        left = mean * (self._count_starts() - finished) - (time.monotonic() - self._last_start_time)
+        return f", about {format_duration(left)} left" if left > 0 else ""
+
     def _start(self, action: str, rank: int, *, waits: bool = False) -> subprocess.Popen[bytes]:
         run, job = self._run, self._build_job(action, rank, waits=waits)
         role = next(role for role in self._rehearsal.roles if role.rank == rank)
         self._starts += 1
-        starts = len(self._ranks) * (2 if self._can_save() else 1)
-        coordinates = role.describe_coordinates(run.sizes)
-        self._progress(f"{action}: rank {rank} of {run.world_size} ({coordinates}), start {self._starts} of {starts}")
+        self._last_start_time = time.monotonic()
+        starts, coordinates = self._count_starts(), role.describe_coordinates(run.sizes)
+        self._progress(
+            f"{action}: rank {rank} of {run.world_size} ({coordinates}), start {self._starts} of {starts}"
+            f"{self._describe_time_left()}"
+        )
         path = self._folder / f"{action}-{rank}.job"
         path.write_text(json.dumps(asdict(job)), encoding="utf-8")
         environment = build_environment(
-            self._rehearsal.card,
+            self._rehearsal.gpu,
             devices=run.devices_per_node,
             ledger=self._folder / f"{action}.ledger",
             is_single_rank=run.world_size > 1,
@@ -276,7 +294,7 @@ class _Execution:
             time.sleep(POLL_SECONDS)
             if (now := time.monotonic()) - last >= HEARTBEAT_SECONDS:
                 last = now
-                self._progress(f"{action}: rank {rank} has run for {now - begin:.0f} s")
+                self._progress(f"{action}: rank {rank} has run for {now - begin:.0f} s{self._describe_time_left()}")
         return code or 0
 
     def _check_free_space(self) -> None:
@@ -289,7 +307,7 @@ class _Execution:
         lines = (self._folder / f"{action}-{rank}.out").read_text(encoding="utf-8", errors="replace").splitlines()
         if code < 0:
             name = signal.Signals(-code).name
-            hint = ": does this machine have enough memory?" if name == "SIGKILL" else ""
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
             return RankError("host memory" if name == "SIGKILL" else "run", f"its process was killed by {name}{hint}")
         last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
         return RankError("run", last.removeprefix("error: "))

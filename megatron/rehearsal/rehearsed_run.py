@@ -21,6 +21,7 @@ import numpy as np
 from megatron.config.execution import count_ranks_per_replica, get_known_world_size, resolve_mesh_shape
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages
+from megatron.config.validation import check_config
 from megatron.data.corpus_metadata import CORPUS_FILE, CorpusMetadata, SplitCounts, SplitName, get_split_basename
 from megatron.data.indexed_dataset import HEADER, MAGIC
 from megatron.data.load_tokenizer import find_vocab_size, read_vocabulary
@@ -232,7 +233,9 @@ def plan_rehearsal(
     nodes = world_size // per_node
     notes += _describe_machines(config.launch, per_node, nodes)
     requested = config.replace(num_gpus=per_node, nodes=nodes)
-    config = resolve_remote_run(config.replace(**keys, nodes=nodes), gpu_memory=gpu_memory).config
+    config = config.replace(**keys, nodes=nodes)
+    check_config(config)
+    config = resolve_remote_run(config, gpu_memory=gpu_memory).config
     sizes = resolve_mesh_shape(config, world_size)
     stages = build_stages(config)
     if len(stages) > 1:

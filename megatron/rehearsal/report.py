@@ -3,8 +3,8 @@
 It contains verdicts, memory compared with the plan, ledger, kernels, disk, time, and limits of the rehearsal.
 
 Figures that a rehearsal cannot measure are marked. The memory of the CUDA context (0.3 to 0.5 GiB) and of NCCL's
-buffers (about 0.5 GiB per communicator) are published measurements (documentation of PyTorch's memory snapshots,
-estimators for Megatron). Both belong to the driver and NCCL, which a rehearsal does not use.
+buffers (about 0.5 GiB per communicator) are published measurements. Their sources are the documentation of PyTorch's
+memory snapshots and estimators for Megatron. A rehearsal uses neither the driver nor NCCL.
 """
 
 import math
@@ -43,7 +43,7 @@ STEP_TIME_BAND = (0.89, 1.56)
 """Range relative to the planner's step time that covers published trainings (docs/planning.md, Pythia: ratios 1.12 to
 0.64)."""
 GIB = 2**30
-UNKNOWN = (
+NOT_COVERED = (
     "numerical results: losses, norms, kernel outputs (make gpu-check on a GPU)",
     "NCCL itself: version, buffers, connections between machines",
     "speed of GPU, network and file system",
@@ -75,8 +75,8 @@ class RehearsalReport:
         self.rehearsal = rehearsal
         self._network, self._mfu = network_gb_per_s, mfu
 
-    def judge(self, rank: int) -> Verdict:
-        """Judge whether a rank's share of the run fits its GPU."""
+    def judge_rank(self, rank: int) -> Verdict:
+        """Return the verdict on a rank: whether its share of the run fits its GPU."""
         rehearsal = self.rehearsal
         results = [trace.result for trace in self._list_traces(rank)]
         kinds = {result.error.kind for result in results if result.error is not None}
@@ -85,14 +85,14 @@ class RehearsalReport:
         if kinds:
             return "failed"
         reserved = max(result.peak_reserved for result in results)
-        card = rehearsal.card.memory
+        capacity = rehearsal.gpu.memory
         unmodeled = (CONTEXT_GIB[1] + NCCL_GIB * self.count_communicators(rank)) * GIB
-        return "tight" if reserved > TIGHT_FRACTION * card or reserved + unmodeled > card else "fits"
+        return "tight" if reserved > TIGHT_FRACTION * capacity or reserved + unmodeled > capacity else "fits"
 
     @cached_property
     def verdict(self) -> Verdict:
         """Worst verdict of all ranks."""
-        return max((self.judge(rank) for rank in self.rehearsal.train_traces), key=VERDICTS.index)
+        return max((self.judge_rank(rank) for rank in self.rehearsal.train_traces), key=VERDICTS.index)
 
     @property
     def exit_code(self) -> int:
@@ -140,7 +140,7 @@ class RehearsalReport:
                 run.vocab_size,
                 backend=backend if backend in ATTENTION_MEMORY else None,  # `auto` means row blocks
                 pipeline_stage=stage,
-                gpu_bytes=self.rehearsal.card.memory,
+                gpu_bytes=self.rehearsal.gpu.memory,
             ).total
         except FarfieldError:
             return None
@@ -150,7 +150,7 @@ class RehearsalReport:
         """Estimated range of the step time, in seconds."""
         run = self.rehearsal.run
         cluster = Cluster(
-            get_gpu_spec(self.rehearsal.card.name), run.world_size, run.devices_per_node, self._network, self._mfu
+            get_gpu_spec(self.rehearsal.gpu.name), run.world_size, run.devices_per_node, self._network, self._mfu
         )
         try:
             total = build_configured_layout(run.config, run.vocab_size, cluster).step_time.total
@@ -280,8 +280,8 @@ class RehearsalReport:
             "gpus": run.world_size,
             "gpus_per_node": run.devices_per_node,
             "mesh": asdict(run.sizes),
-            "card": {"name": rehearsal.card.name, "memory": rehearsal.card.memory,
-                     "architecture": rehearsal.card.architecture},
+            "card": {"name": rehearsal.gpu.name, "memory": rehearsal.gpu.memory,
+                     "architecture": rehearsal.gpu.architecture},
             "notes": list(run.notes),
             "roles": [self._role_to_dict(role.rank, role.represented_ranks) for role in rehearsal.roles],
             "not_modelled": {
@@ -309,7 +309,7 @@ class RehearsalReport:
             "slurm": self.slurm,
             "step_seconds_estimated": None if self.step_seconds is None else list(self.step_seconds),
             "covered": self.list_covered(),
-            "not_known": list(UNKNOWN),
+            "not_known": list(NOT_COVERED),
             "seconds": rehearsal.seconds,
         }  # fmt: skip
 
@@ -325,7 +325,7 @@ class RehearsalReport:
             "rank": rank,
             "stands_for": list(represented_ranks),
             "coordinates": dict(rehearsal.run.sizes.get_coordinates(rank)),
-            "verdict": self.judge(rank),
+            "verdict": self.judge_rank(rank),
             "peak_allocated": allocated,
             "peak_reserved": reserved,
             "peak_phase": phase,

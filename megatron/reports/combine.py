@@ -19,7 +19,7 @@ from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.report import ReportSection
 from megatron.reports.report_markdown import is_generated_markdown
-from megatron.reports.run_records import is_run_file, list_run_files, read_run_file, read_run_folder
+from megatron.reports.run_records import SavedRuns, is_run_file, read_run_file, read_run_folder
 from megatron.reports.verdict_tables import DEFAULT_DELTA, build_verdict_tables
 from megatron.utils.atomic_io import (
     check_folder,
@@ -32,6 +32,8 @@ from megatron.utils.formatting import format_choices
 
 MARKDOWN_SUFFIX, LATEX_SUFFIX = ".md", ".tex"
 FIGURE_SUFFIXES = (".pdf", ".svg")
+MAX_SHOWN = 4
+"""Maximum number of files or folders that a message names."""
 DEFAULT_FIGURE_WIDTH, DEFAULT_FIGURE_FONT = 3.25, 8.0
 """Width in inches and font size in points of a figure for a column of a page."""
 
@@ -75,15 +77,16 @@ def combine_results(
         _check_output_page(output)
     if figure is not None:
         _check_figure(figure)
-    records_by_path = _read_results(result_paths)
+    records_by_path, saved_runs = _read_results(result_paths)
     experiments = _read_experiments(records_by_path)
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
-    sections = _build_sections(records_by_path, experiments, failures_by_path, against, delta)
+    sections = _build_sections(records_by_path, experiments, failures_by_path, saved_runs, against, delta)
     if output is not None and output.suffix == MARKDOWN_SUFFIX:
         report_markdown.check_pictures("--output", output, sections)
     figures = {} if figure is None else _render_figures(figure, sections, figure_width, figure_font)
-    for message in find_contradictions(
-        {path: section for path, section in records_by_path.items() if path not in experiments}
+    for message in (
+        *_describe_ignored_runs(saved_runs),
+        *find_contradictions({path: section for path, section in records_by_path.items() if path not in experiments}),
     ):
         console.print(f"note: {message}", markup=False, highlight=False, soft_wrap=True)
     for section in sections:
@@ -120,11 +123,12 @@ def build_sections(
     Args:
         is_whole: False if more results are to come, in which case the method to compare with may be missing.
     """
-    records_by_path = _read_results(result_paths)
+    records_by_path, saved_runs = _read_results(result_paths)
     if not is_whole and against not in {record.method for found in records_by_path.values() for record in found}:
         against = None
     failures_by_path = {path: records.read_failures(path) for path in records_by_path}
-    return _build_sections(records_by_path, _read_experiments(records_by_path), failures_by_path, against, delta)
+    experiments = _read_experiments(records_by_path)
+    return _build_sections(records_by_path, experiments, failures_by_path, saved_runs, against, delta)
 
 
 def _read_experiments(paths: Iterable[Path]) -> dict[Path, Experiment]:
@@ -188,24 +192,22 @@ def _render_figures(
     }
 
 
-def _read_results(result_paths: Sequence[Path]) -> dict[Path, list[Record]]:
+def _read_results(result_paths: Sequence[Path]) -> tuple[dict[Path, list[Record]], dict[Path, SavedRuns]]:
     """Read the records of files and folders. A folder has results.json, or a file for each run (`run_records.py`).
 
     Companion files (experiment, failed runs) are read with their records.
 
     Returns:
-        Records by file; for a folder with a file for each run, by the results.json that it would have.
+        Records by file; for a folder with a file for each run, by the results.json that it would have. Then the saved
+        runs of such folders.
     """
     found: dict[Path, list[Record]] = {}
+    saved_runs: dict[Path, SavedRuns] = {}
     for path in result_paths:
         file = path / RESULTS_FILE if path.is_dir() else path
         if path.is_dir() and not file.exists():
-            found[file] = read_run_folder(path)
-            if not found[file]:
-                raise UserError(
-                    f"{path}: no {RESULTS_FILE} and no records of runs found; `./deepy.py evaluate RUN… --output "
-                    "FOLDER` and sweeps write them"
-                )
+            saved_runs[file] = saved = _read_saved_runs(path)
+            found[file] = saved.records
         else:
             found[file] = read_run_file(file) or [] if is_run_file(file) else []
     companion_files = {
@@ -213,20 +215,68 @@ def _read_results(result_paths: Sequence[Path]) -> dict[Path, list[Record]]:
         for file in found
         for companion in (paper_experiment.get_experiment_path(file), records.get_failures_path(file))
     }
-    return {file: known or records.read_records(file) for file, known in found.items() if file not in companion_files}
+    records_by_path = {
+        file: known if file in saved_runs else known or records.read_records(file)
+        for file, known in found.items()
+        if file not in companion_files
+    }
+    return records_by_path, saved_runs
 
 
-def _count_pending_runs(path: Path, experiment: Experiment) -> int:
-    """Return the number of runs without records, for a folder with a file for each run."""
-    if path.exists() or experiment.num_runs is None:
-        return 0
-    return max(0, experiment.num_runs - len(list_run_files(path.parent)))
+def _read_saved_runs(folder: Path) -> SavedRuns:
+    """Read the records of a folder with a file for each run.
+
+    Raises:
+        UserError: the folder contains no records, or several results.
+    """
+    experiment = paper_experiment.read_experiment(folder / RESULTS_FILE)
+    if experiment is None and (others := list_results_below(folder)):
+        shown = ", ".join(map(str, others[:MAX_SHOWN])) + (" …" if len(others) > MAX_SHOWN else "")
+        raise UserError(f"{folder}: contains {len(others)} results; name those to report, for example {shown}")
+    saved = read_run_folder(folder, None if experiment is None else experiment.run_digests)
+    if saved.records:
+        return saved
+    if saved.ignored_files:
+        raise UserError(f"{folder}: no records of the runs that its sweep now defines; {_IGNORED_REASON}")
+    raise UserError(
+        f"{folder}: no {RESULTS_FILE} and no records of runs found; `./deepy.py evaluate RUN… --output FOLDER` and "
+        "sweeps write them"
+    )
+
+
+def list_results_below(folder: Path) -> list[Path]:
+    """List the results in a folder that has none of its own: files of records, and folders that a report can read."""
+    companions = (paper_experiment.get_experiment_path(Path(RESULTS_FILE)).name, RESULTS_FILE)
+    folders = {path.parent for name in companions for path in folder.rglob(name)}
+    files = [path for path in folder.glob("*.json") if _has_records(path)]
+    return [*sorted(folders), *sorted(files)]
+
+
+def _has_records(path: Path) -> bool:
+    try:
+        return bool(records.read_records(path))
+    except UserError:
+        return False
+
+
+_IGNORED_REASON = "other saved runs are of removed variants or older definitions"
+
+
+def _describe_ignored_runs(saved_runs: Mapping[Path, SavedRuns]) -> Iterator[str]:
+    """Yield a note for each folder with saved records that do not belong to its sweep any more."""
+    for path, saved in saved_runs.items():
+        if files := saved.ignored_files:
+            shown = ", ".join(str(file.relative_to(path.parent)) for file in files[:MAX_SHOWN])
+            more = " …" if len(files) > MAX_SHOWN else ""
+            count = "1 saved run is" if len(files) == 1 else f"{len(files)} saved runs are"
+            yield f"{path.parent}: {count} ignored as of removed variants or older definitions: {shown}{more}"
 
 
 def _build_sections(
     records_by_path: Mapping[Path, list[Record]],
     experiments: Mapping[Path, Experiment],
     failures_by_path: Mapping[Path, Sequence[RunFailure]],
+    saved_runs: Mapping[Path, SavedRuns],
     against: str | None,
     delta: float,
 ) -> list[ReportSection]:
@@ -257,7 +307,7 @@ def _build_sections(
                     failures_by_path[path],
                     item.own_seeds,
                     selected_experiment.get_leaderboard(),
-                    _count_pending_runs(path, item),
+                    max(0, (item.num_runs or 0) - saved_runs[path].num_runs) if path in saved_runs else 0,
                 )
             )
     if not sections:

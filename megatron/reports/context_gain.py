@@ -34,7 +34,7 @@ from megatron.reports.comparison_table import (
 )
 from megatron.reports.metrics import METRICS
 from megatron.reports.records import Record
-from megatron.reports.significance import bootstrap_ratio_interval
+from megatron.reports.significance import bootstrap_loss_interval
 from megatron.reports.table_formats import TextTable
 from megatron.reports.uncertainty import CONFIDENCE_LEVEL
 
@@ -113,7 +113,7 @@ def measure_gain(table: ComparisonTable, method: str, base_length: int, length: 
         statistics.fmean(_get_loss(short) for _, short in pairs),
         statistics.fmean(_get_loss(long) for long, _ in pairs),
         gains,
-        _compute_block_interval(*pairs[0]) if len(pairs) == 1 else _compute_seed_interval(gains),
+        bootstrap_loss_interval(pairs[0][1], pairs[0][0]) if len(pairs) == 1 else _compute_seed_interval(gains),
     )
 
 
@@ -129,11 +129,6 @@ def measure_gains(table: ComparisonTable) -> list[ContextGain]:
 
 def _get_loss(record: Record) -> float:
     return math.log(record.value) if record.nll is None else record.nll
-
-
-def _compute_block_interval(longer: Record, shorter: Record) -> tuple[float, float] | None:
-    interval = bootstrap_ratio_interval(shorter, longer)
-    return None if interval is None else (math.log(interval[0]), math.log(interval[1]))
 
 
 def _compute_seed_interval(gains: Sequence[float]) -> tuple[float, float]:
@@ -282,7 +277,7 @@ def _derive_gain_records(table: ComparisonTable, method: str, base_length: int) 
         base = by_cell.get((seed, base_length))
         if length < base_length or base is None or record.is_trivial_baseline:
             continue
-        interval = None if length == base_length else _compute_block_interval(record, base)
+        interval = None if length == base_length else bootstrap_loss_interval(base, record)
         known = {} if interval is None else dict(zip(("low", "high"), interval, strict=True))
         gain = _get_loss(base) - _get_loss(record)
         yield record.replace(**{**cleared, **known, "metric": "context_gain", "value": gain})

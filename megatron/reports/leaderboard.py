@@ -1,12 +1,18 @@
 """Leaderboard: a table of ranked methods, the effect of added components, and the costs of methods."""
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable
+from megatron.reports.leaderboard_plan import (
+    LeaderboardPlan,
+    build_missing_runs_table,
+    count_tied_methods,
+    describe_completeness,
+)
+from megatron.reports.method_costs import has_cpu_times, measure_costs
 from megatron.reports.metrics import format_percent
 from megatron.reports.ranked_columns import build_ranked_columns, estimate_ranks, rank_methods
 from megatron.reports.significance import (
@@ -23,67 +29,6 @@ from megatron.reports.uncertainty import find_detectable_difference
 
 POWER = 0.8
 """Probability with which a stated detectable change is found."""
-MIN_SECONDS = 1e-9
-"""Shortest time that counts as measured, in seconds. Shorter times are not compared."""
-
-
-@dataclass(frozen=True)
-class MethodCost:
-    """Costs of a method relative to the baseline; memory in GiB. None if unknown."""
-
-    parameters: int | None
-    step: float | None
-    scoring: float | None
-    """Duration of scoring at the largest length, relative to the baseline."""
-    train_memory: float | None
-    scoring_memory: float | None
-
-    @property
-    def has_times(self) -> bool:
-        return self.step is not None and self.scoring is not None
-
-
-def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost]:
-    """Compute the costs of the methods in a table of perplexities.
-
-    Models on CPUs are compared by CPU time, which other processes hardly affect; models on a GPU by wall time.
-    """
-    last, prefix = table.x_values[-1], "cpu_" if has_cpu_times(table) else ""
-
-    def get_median(method: str, field: str, *, at_last: bool = False) -> float | None:
-        values = [
-            value
-            for record in table.records
-            if record.method == method and (not at_last or record.x_value == last)
-            and (value := getattr(record, field)) is not None
-        ]  # fmt: skip
-        return statistics.median(values) if values else None
-
-    def compare(method: str, field: str, *, at_last: bool = False) -> float | None:
-        value = get_median(method, field, at_last=at_last)
-        base = get_median(baseline, field, at_last=at_last)
-        return None if value is None or base is None or base < MIN_SECONDS else value / base
-
-    costs = {}
-    for method in table.methods:
-        parameters = get_median(method, "parameters")
-        costs[method] = MethodCost(
-            None if parameters is None else round(parameters),
-            compare(method, f"step_{prefix}seconds"),
-            compare(method, f"{prefix}seconds", at_last=True),
-            get_median(method, "train_memory_gib"),
-            get_median(method, "memory_gib", at_last=True),
-        )
-    return costs
-
-
-def has_cpu_times(table: ComparisonTable) -> bool:
-    """Return True if all records of models are from CPUs and include CPU times."""
-    records = [record for record in table.records if not record.is_trivial_baseline]
-    return all(
-        record.device == "cpu" and record.step_cpu_seconds is not None and record.cpu_seconds is not None
-        for record in records
-    )
 
 
 def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None:
@@ -139,11 +84,13 @@ class Leaderboard:
         baseline: method that costs are relative to.
         ablations: pairs of methods to compare.
         num_shown: number of best methods in figures.
+        plan: runs of the whole leaderboard; if None, the records are taken to be whole.
     """
 
     baseline: str
     ablations: tuple[Ablation, ...] = ()
     num_shown: int = 6
+    plan: LeaderboardPlan | None = None
 
 
 class LeaderboardReport:
@@ -156,12 +103,19 @@ class LeaderboardReport:
 
     def __init__(self, leaderboard: Leaderboard, tables: Sequence[ComparisonTable]) -> None:
         self.leaderboard = leaderboard
-        self.ranked_columns = build_ranked_columns(tables)
+        plan = leaderboard.plan
+        self.missing = {} if plan is None else plan.list_missing_runs(r for table in tables for r in table.records)
+        """Contest → method → seeds without records; empty if nothing is missing."""
+        unfinished = [table for table in tables if plan and plan.find_table_contest(table) in self.missing]
+        self.ranked_columns = build_ranked_columns([table for table in tables if table not in unfinished])
+        self.unranked_columns = build_ranked_columns(unfinished)
+        """Columns of contests with missing runs."""
         baselines = {method for table in tables for method in table.trivial_baselines}
         methods = [m for m in dict.fromkeys(m for table in tables for m in table.methods) if m not in baselines]
         self.reevaluated = find_reevaluated_methods(tables)
         """Methods that are further evaluations of the trained models of another → that method; they are not ranked."""
-        self.ranking, self.ranks = rank_methods(self.ranked_columns, methods, self.reevaluated)
+        self.ranking, ranks = rank_methods(self.ranked_columns or self.unranked_columns, methods, self.reevaluated)
+        self.ranks = ranks if self.ranked_columns else {}
         self.text = find_text_table(tables)
         self.costs = {} if self.text is None else measure_costs(self.text, leaderboard.baseline)
         self.ablations: dict[float, dict[Ablation, MethodComparison]] = {}
@@ -244,7 +198,10 @@ class LeaderboardReport:
         return [*drawn, baseline] if baseline in self.ranking and baseline not in drawn else drawn
 
     def build_tables(self) -> list[TextTable]:
-        tables = [self._build_board()] if self.ranked_columns else []
+        tables = [self._build_board()] if self.ranked_columns or self.unranked_columns else []
+        if self.leaderboard.plan is not None:
+            missing_table = build_missing_runs_table(self.leaderboard.plan, self.missing)
+            tables += [] if missing_table is None else [missing_table]
         if any(self.ablations.values()):
             tables.append(self._build_ablations_table())
         if self.costs:
@@ -253,9 +210,11 @@ class LeaderboardReport:
 
     def _build_board(self) -> TextTable:
         headers, text, notes = ["rank"], self.text, []
+        columns = [*self.ranked_columns, *self.unranked_columns]
         if text is not None:
             headers.append("perplexity at 1×")
-        headers += [ranked_column.title for ranked_column in self.ranked_columns]
+        headers += [column.title for column in self.ranked_columns]
+        headers += [f"{column.title} (incomplete)" for column in self.unranked_columns]
         if text is not None:
             headers += [f"change to {self.largest}", f"from the best at {self.largest}"]
         has_times = any(cost.step is not None for cost in self.costs.values())
@@ -267,7 +226,7 @@ class LeaderboardReport:
             if text is not None:
                 cell = text.cells.get((method, text.train_length))
                 cells.append("–" if cell is None else str(replace(cell, is_best=False)))
-            cells += [ranked_column.format_score(method) for ranked_column in self.ranked_columns]
+            cells += [column.format_score(method) for column in columns]
             if text is not None:
                 change = text.compute_change(method, text.train_length, text.x_values[-1])
                 cells.append("–" if change is None else format_percent(change.mean - 1, min_decimals=1))
@@ -285,7 +244,7 @@ class LeaderboardReport:
                 "The interval of a rank is from the uncertainty of each mean over its seeds; methods with one seed are "
                 "taken at their value."
             )
-        if len(self.ranks) < len(self.trained):
+        if self.ranks and len(self.ranks) < len(self.trained):
             notes.append(
                 f"Ranks cover the {len(self.ranks)} methods that every contest evaluated; the others follow, sorted by "
                 f"{self.ranked_columns[0].title}."
@@ -298,7 +257,10 @@ class LeaderboardReport:
             )
         if text is not None:
             notes.append(_HOLM_NOTE)
-        if any(ranked_column.partial_num_seeds for ranked_column in self.ranked_columns):
+        for column in self.ranked_columns:
+            if tied := count_tied_methods({m: column.scores[m] for m in self.ranks if m in column.scores}):
+                notes.append(f"Ties in {column.title}: {tied} of {len(column.scores)} methods share their score.")
+        if any(column.partial_num_seeds for column in columns):
             notes.append(
                 "n is the number of seeds of a method with fewer seeds than others; it also applies to its differences."
             )
@@ -307,15 +269,20 @@ class LeaderboardReport:
 
     def _explain_columns(self) -> Iterator[str]:
         """Yield the sentences above the table, which explain its columns."""
+        if self.missing and self.leaderboard.plan is not None:
+            yield describe_completeness(self.leaderboard.plan, self.missing)
         has_intervals = any(column.mean_variances for column in self.ranked_columns)
         interval = "; parentheses contain the 95% interval of a rank over seeds" if has_intervals else ""
-        yield f"Methods are sorted by their mean rank over the contests, the best first{interval}."
+        if self.ranked_columns:
+            yield f"Methods are sorted by their mean rank over the contests, the best first{interval}."
         if self.text is not None:
             yield (
                 f"Perplexity is measured at the training length (1×, {self.text.train_length:,} tokens) and at "
                 f"{self.largest}; lower is better."
             )
-        beyond = [column for column in self.ranked_columns if column.metric.name == "mean_accuracy"]
+        beyond = [
+            column for column in (*self.ranked_columns, *self.unranked_columns) if column.metric.name == "mean_accuracy"
+        ]
         if beyond:
             yield (
                 "Tasks are scored by the mean accuracy over all lengths beyond training, in percent; higher is better."
@@ -325,7 +292,7 @@ class LeaderboardReport:
                 f"“From the best” compares perplexity at {self.largest} with {self.best_text_method}, in parentheses "
                 "if the difference is not significant over seeds."
             )
-        if any(column.deviations for column in self.ranked_columns):
+        if any(column.deviations for column in (*self.ranked_columns, *self.unranked_columns)):
             yield "± is the standard deviation over seeds."
 
     def _describe_distance(self, method: str) -> str:

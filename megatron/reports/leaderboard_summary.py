@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron.reports.axes import choose_scales, format_multiple
 from megatron.reports.charts import Chart, ChartPoint, ChartPosition, ChartSeries, ChartTick
 from megatron.reports.leaderboard import POWER, LeaderboardReport
+from megatron.reports.leaderboard_plan import TEXT_CONTEST
 from megatron.reports.metrics import format_number, format_percent, get_metric
 from megatron.reports.ranked_columns import RankedColumn
 from megatron.reports.significance import MethodComparison
@@ -49,6 +50,10 @@ def _answer_who_extrapolates(board: LeaderboardReport) -> Iterator[str]:
         if (change := text.compute_change(method, text.train_length, last)) is not None
     }
     best = board.best_text_method
+    if TEXT_CONTEST in board.missing:
+        num_missing = len(board.missing[TEXT_CONTEST])
+        have = "methods have" if num_missing > 1 else "method has"
+        yield f"Provisional, because {num_missing} {have} missing runs on the text."
     if best is None or not changes:
         yield f"No method has a number at {board.largest}."
         return

@@ -24,6 +24,7 @@ import numpy as np
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
 from megatron.reports.leaderboard import Ablation, Leaderboard
+from megatron.reports.leaderboard_plan import LeaderboardPlan
 from megatron.reports.metrics import MAX_PERPLEXITY
 from megatron.reports.records import MAX_COUNT, Record, RunFailure
 from megatron.reports.table_formats import TextTable
@@ -68,6 +69,8 @@ class Experiment:
     leaderboard: Leaderboard | None = None
     num_runs: int | None = None
     """Number of runs of the sweep, or None if unknown."""
+    run_digests: Mapping[str, str] | None = None
+    """Digest of each run of the sweep by the path of its saved records (`run_records.py`), or None if unknown."""
 
     @property
     def has_information(self) -> bool:
@@ -132,6 +135,7 @@ def read_experiment(results_path: Path) -> Experiment | None:
             content.get("own_seeds", False),  # missing in files of earlier versions
             _read_leaderboard(content.get("leaderboard")),
             _read_num_runs(content.get("num_runs")),
+            _read_run_digests(content.get("run_digests")),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not an experiment of a sweep ({error})") from error
@@ -140,6 +144,12 @@ def read_experiment(results_path: Path) -> Experiment | None:
 def _read_num_runs(value: Any) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         raise ValueError(f"num_runs is {value!r}")
+    return value
+
+
+def _read_run_digests(value: Any) -> dict[str, str] | None:
+    if value is not None and not (isinstance(value, dict) and all(isinstance(each, str) for each in value.values())):
+        raise ValueError("run_digests is not a mapping of texts")
     return value
 
 
@@ -152,7 +162,10 @@ def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
         raise ValueError("leaderboard: expected method names to be strings")
     if type(content["num_shown"]) is not int or content["num_shown"] < 0:
         raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}; expected an integer of at least 0")
-    return Leaderboard(content["baseline"], ablations, content["num_shown"])
+    plan = None
+    if (planned := content.get("plan")) is not None:  # missing in files of earlier versions
+        plan = LeaderboardPlan(*(tuple(planned[name]) for name in ("methods", "seeds", "benchmarks")))
+    return Leaderboard(content["baseline"], ablations, content["num_shown"], plan)
 
 
 def _check_numbers(table: PublishedTable) -> None:

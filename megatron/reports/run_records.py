@@ -2,7 +2,7 @@
 
     FOLDER/VARIANT/seed_1234.json.gz                 a run of the sweep's own training
     FOLDER/BENCHMARK/VARIANT/seed_1234.json.gz       a run of a benchmark
-    FOLDER/results.experiment.json                   title, leaderboard, and number of runs of the sweep
+    FOLDER/results.experiment.json                   title, leaderboard, and digests of the sweep's runs
 
 A report can be made from such a folder alone, also while runs are missing.
 """
@@ -10,7 +10,8 @@ A report can be made from such a folder alone, also while runs are missing.
 import gzip
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,38 @@ def write_run_file(path: Path, digest: str, records: Sequence[Record]) -> None:
     write_bytes_atomically(path, gzip.compress(text.encode(), mtime=0))
 
 
-def read_run_folder(folder: Path) -> list[Record]:
-    """Read the records of all runs in a folder. Trivial baselines, which every run of a task repeats, are last.
+@dataclass(frozen=True)
+class SavedRuns:
+    """Saved records of a sweep's runs."""
+
+    records: list[Record]
+    """Records of all runs. Trivial baselines, which every run of a task repeats, are last."""
+    num_runs: int
+    """Number of runs with records."""
+    ignored_files: list[Path]
+    """Files of runs that the sweep no longer has, or that it now defines otherwise."""
+
+
+def read_run_folder(folder: Path, digests: Mapping[str, str] | None = None) -> SavedRuns:
+    """Read the records of the runs in a folder.
+
+    Args:
+        folder: folder of the files.
+        digests: digest of each run of the sweep by its file's path relative to the folder. If None, all files are read.
 
     Raises:
         UserError: a file is damaged.
     """
-    return sort_baselines_last([record for path in list_run_files(folder) for record in read_run_file(path) or ()])
+    records: list[Record] = []
+    ignored_files = []
+    files = list_run_files(folder)
+    for path in files:
+        digest = "" if digests is None else digests.get(path.relative_to(folder).as_posix())
+        found = None if digest is None else read_run_file(path, digest or None)
+        if found is None:
+            ignored_files.append(path)
+        records += found or ()
+    return SavedRuns(sort_baselines_last(records), len(files) - len(ignored_files), ignored_files)
 
 
 def sort_baselines_last(records: Sequence[Record]) -> list[Record]:

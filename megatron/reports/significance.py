@@ -228,6 +228,15 @@ def bootstrap_ratio_interval(record: Record, against_record: Record) -> tuple[fl
 
     Return None if the records lack the sums of their blocks, or there are fewer than two blocks.
     """
+    interval = bootstrap_loss_interval(record, against_record)
+    return None if interval is None else (compute_clamped_exp(interval[0]), compute_clamped_exp(interval[1]))
+
+
+def bootstrap_loss_interval(record: Record, against_record: Record) -> tuple[float, float] | None:
+    """Compute the 95% interval of the difference of two losses on the same blocks, in nats per token.
+
+    Return None if the records lack the sums of their blocks, or there are fewer than two blocks.
+    """
     block_counts = record.tokens_per_block
     if (
         block_counts is None
@@ -238,8 +247,7 @@ def bootstrap_ratio_interval(record: Record, against_record: Record) -> tuple[fl
     samples = draw_bootstrap_means(np.array([record.block_sums, against_record.block_sums]), np.array(block_counts))
     if samples is None:
         return None
-    low, high = compute_percentile_interval(samples[0] - samples[1])
-    return compute_clamped_exp(low), compute_clamped_exp(high)
+    return compute_percentile_interval(samples[0] - samples[1])
 
 
 def _run_t_test(differences: Sequence[float], variances: Sequence[SeedVariance], size: float) -> TTest:

@@ -86,7 +86,7 @@ def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> Non
         )
     # A run resumes if `load` is its own folder.
     config = member.config.replace(load=str(member.folder)) if done else member.config
-    config.save(member.get_path_beside(".yml"))
+    config.save(member.get_sibling_path(".yml"))
 
     def show_step(step: int | None) -> None:
         fraction = 0.0 if step is None else max(0, step - done) / max(1, steps - done)
@@ -94,10 +94,10 @@ def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> Non
 
     meter.begin(job, f"step {done} of {steps}")
     train_in_subprocess(
-        member.get_path_beside(".yml"), member.get_path_beside(".txt"), member.folder / METRICS_FILE, show_step
+        member.get_sibling_path(".yml"), member.get_sibling_path(".txt"), member.folder / METRICS_FILE, show_step
     )
     if find_finished_step(member) < steps:
-        raise RunError(f"training stopped early without an error; output: {member.get_path_beside('.txt')}")
+        raise RunError(f"training stopped early without an error; output: {member.get_sibling_path('.txt')}")
     meter.finish()
 
 
@@ -144,7 +144,7 @@ def train_in_subprocess(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **get_parent_variable()},  # it ends with this process, however this process ends
+            env={**os.environ, **get_parent_variable()},  # it ends when this process ends, even by SIGKILL
             start_new_session=True,  # Ctrl-C reaches only this process, which forwards it once
         )
         try:

@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 EVALUATION_MARKER_FILE = "evaluated{}.json"
 """Marker file of an evaluation; the placeholder is empty, or an underscore and the name of an additional evaluation."""
 MARKER_FORMAT = 6
-"""Format 1 had no bootstrap, 2 covered the whole results.json, 3 named the options differently, 4 had effective
-lengths relative to the shortest length, and 5 had digests of mean accuracies that did not cover their lengths."""
+"""Format of the marker. Format 1 had no bootstrap, and 2 covered the whole results.json. Format 3 named the options
+differently, 4 had effective lengths relative to the shortest length, and in 5 digests of mean accuracies did not cover
+their lengths."""
 
 
 def find_finished_step(member: SweepMember) -> int:
@@ -261,12 +262,13 @@ def check_sweep_disk(sweep: Sweep, members: Sequence[SweepMember]) -> None:
     check_free_space("sweep.output", sweep.output_folder, needed, text)
 
 
-def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool) -> None:
+def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool, may_download: bool = True) -> None:
     """Run the start checks of training for one seed of each variant.
 
     Args:
         members: members about to start; members that already started have passed these checks.
         in_queue: True if the runs wait in a queue; all tokens are then checked now instead of by each run.
+        may_download: False to use only data on this machine, whatever `harness.download` is.
 
     Raises:
         FarfieldError: the error that training would raise, with the variant's name.
@@ -285,6 +287,7 @@ def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool) -> No
                 has_own_python=not in_queue or slurm.has_own_python(launch),
                 is_local=not in_queue,
                 reads_tokens=in_queue and data not in read,
+                may_download=may_download,
             )
         except FarfieldError as error:
             raise type(error)(f"sweep.variants.{member.variant}: {error}") from None

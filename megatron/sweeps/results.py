@@ -16,8 +16,8 @@ import hashlib
 import json
 import shlex
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from megatron.options.data import DataOptions, list_corpus_names
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
+from megatron.reports.leaderboard_plan import LeaderboardPlan
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import print_comparison_tables, print_leaderboard
 from megatron.reports.run_records import get_run_file, read_run_file, sort_baselines_last, write_run_file
@@ -133,7 +134,7 @@ def _write_results(
     if experiment.has_information:  # so that results of several sweeps can be combined
         paper_experiment.write_experiment(output / RESULTS_FILE, experiment)
     texts = dict(sweep.texts)
-    texts |= {str(member.get_path_beside(".yml")): member.text for member in done}
+    texts |= {str(member.get_sibling_path(".yml")): member.text for member in done}
     runs = [member.folder for member in sweep.members if member.folder.is_dir()]
     page = report.render_report(
         [section],
@@ -144,18 +145,38 @@ def _write_results(
     write_page_atomically(output / REPORT_FILE, page)
 
 
-def save_experiment(sweep: Sweep) -> None:
-    """Write what a report needs beside the saved records, if the sweep saves records: title, leaderboard, and so on.
+def save_experiment(sweep: Sweep, digests: Mapping[SweepMember, str]) -> None:
+    """Write what reports need next to a sweep's saved records, if it saves any: title, leaderboard options, and so on.
 
-    Machines that divide a sweep write equal files. Raises UserError if the file cannot be written.
+    Machines that divide a sweep write equal files.
+
+    Args:
+        sweep: sweep with or without a folder of saved records.
+        digests: digests of all members (`compute_member_digest`).
+
+    Raises:
+        UserError: the file cannot be written.
     """
     from megatron.reports import paper_experiment
 
     if (folder := sweep.options.records) is not None:
+        files = {get_run_file(Path(), m.benchmark, m.variant, m.seed).as_posix(): each for m, each in digests.items()}
         try:
-            paper_experiment.write_experiment(Path(folder, RESULTS_FILE), _build_experiment(sweep))
+            experiment = replace(_build_experiment(sweep), run_digests=files)
+            paper_experiment.write_experiment(Path(folder, RESULTS_FILE), experiment)
         except OSError as error:
             raise UserError(f"sweep.records is {folder}: cannot be written ({error.strerror or error})") from error
+
+
+def _build_plan(sweep: Sweep) -> LeaderboardPlan | None:
+    """Build the plan of a leaderboard; None if its contests have different methods or seeds."""
+    members = sweep.members
+    plan = LeaderboardPlan(
+        tuple(dict.fromkeys(member.variant for member in members)),
+        tuple(dict.fromkeys(member.seed for member in members)),
+        tuple(dict.fromkeys(member.benchmark for member in members if member.benchmark is not None)),
+    )
+    return plan if len(members) == len(plan.contests) * plan.runs_per_contest else None
 
 
 def _build_experiment(sweep: Sweep) -> "Experiment":
@@ -169,7 +190,8 @@ def _build_experiment(sweep: Sweep) -> "Experiment":
     leaderboard = None
     if options.leaderboard is not None:
         ablations = tuple(Ablation(*ablation) for ablation in find_ablations(sweep))
-        leaderboard = Leaderboard(options.against or sweep.members[0].variant, ablations, options.leaderboard.num_shown)
+        baseline = options.against or sweep.members[0].variant
+        leaderboard = Leaderboard(baseline, ablations, options.leaderboard.num_shown, _build_plan(sweep))
     return Experiment(
         options.title,
         options.against,

@@ -74,7 +74,7 @@ from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 
 # Modules that need torch or matplotlib are imported where used, so that mistakes in the file are reported at once.
 
-STOPPING_MESSAGE = "stopping after running trainings save a checkpoint (repeat to stop immediately)"
+STOPPING_MESSAGE = "stopping once the running trainings have saved; repeat to stop immediately"
 RESUME_HINT = "run the same command to resume"
 LOCKED_MESSAGE = "a sweep is running in this folder; wait until it ends, or choose another folder"
 RETRY_DIVERGED_HINT = "use --retry-failed to retrain diverged runs"
@@ -91,7 +91,7 @@ def run_sweep(
     search: Sequence[str | Path] | None = None,
     *,
     member: int | None = None,
-    dry: bool = False,
+    dry_run: bool = False,
     retry_failed: bool = False,
 ) -> list[Record]:
     """Run a sweep to its end, resuming earlier attempts.
@@ -100,7 +100,7 @@ def run_sweep(
         files, overrides, search: as for `megatron.sweeps.spec.read_sweep`.
         console: console for progress and tables. If None, the terminal; library output then goes to OUTPUT/log.txt.
         member: train and evaluate only the member with this index, without a report.
-        dry: print the batch script without submitting it.
+        dry_run: print the batch script without submitting it.
         retry_failed: retrain members whose training diverged.
 
     Returns:
@@ -114,12 +114,13 @@ def run_sweep(
     if member is not None and member >= len(sweep.members):
         raise UserError(f"--member is {member}, but the sweep has {len(sweep.members)} members, starting at 0")
     array = _build_array_job(sweep, files, [*overrides, *(["--retry-failed"] if retry_failed else [])], search)
-    if dry:
+    if dry_run:
         if array is None:
             raise UserError("--dry-run prints the batch script of a sweep and requires launcher=slurm")
         if sweep.options.corpus is None:  # otherwise the data may be prepared only on submission
             finished_steps = {member: find_finished_step(member) for member in sweep.members}
-            check_member_starts(_list_beginning(sweep.members, finished_steps), in_queue=True)
+            begins = _list_startable(sweep.members, finished_steps)
+            check_member_starts(begins, in_queue=True, may_download=False)
         print(slurm.render_batch_script(array), end="")
         return []
     if member is None:  # in a task of a job array, the training checks this itself
@@ -197,10 +198,10 @@ def _check_no_foreign_files(sweep: Sweep) -> None:
         is_started = (member.folder / LOCK).exists() or bool(list_checkpoints(member.folder))
 
         def is_ours(path: Path, member: SweepMember = member, is_started: bool = is_started) -> bool:
-            return is_started or is_saved_config(member.get_path_beside(".yml"))
+            return is_started or is_saved_config(member.get_sibling_path(".yml"))
 
-        check_no_foreign_files(key, [member.get_path_beside(".yml"), member.get_path_beside(".txt")], is_ours)
-    has_config = any(member.get_path_beside(".yml").exists() for member in sweep.members)
+        check_no_foreign_files(key, [member.get_sibling_path(".yml"), member.get_sibling_path(".txt")], is_ours)
+    has_config = any(member.get_sibling_path(".yml").exists() for member in sweep.members)
     check_no_foreign_files(key, [output / RESULTS_FILE], lambda _: has_config or (output / REPORT_FILE).exists())
 
 
@@ -236,8 +237,10 @@ def _run_members(
     if only_member is None and sweep.options.records is not None:
         check_sweep_disk(sweep, [sweep.members[i] for i in indices])
     if only_member is None:
-        begins = _list_beginning([sweep.members[i] for i in indices], finished_steps)
-        with WaitAnnouncer(log, "checking the data and the starting points of the runs"):
+        begins = _list_startable([sweep.members[i] for i in indices], finished_steps)
+        has_tasks = any(member.config.logging.harness.tasks for member in begins)
+        tasks = ", and harness.tasks, which imports lm_eval" if has_tasks else ""
+        with WaitAnnouncer(log, f"checking the data and the starting points of the runs{tasks}"):
             check_member_starts(begins, in_queue=array is not None)
     if array is not None and indices:
         job = replace(array, array=slurm.format_array_indices(indices))
@@ -260,7 +263,7 @@ def _run_members(
         if member in digests:
             save_records(sweep, member, records, digests[member])
         return records
-    save_experiment(sweep)
+    save_experiment(sweep, digests)
     pending = {member: work for member, work in works.items() if member not in elsewhere}
     results = _run_all_members(sweep, console, pending, diverged, kept, digests)
     records, failures = results.list_records(), results.list_failures()
@@ -291,7 +294,7 @@ def _load_saved_members(sweep: Sweep, log: Log) -> tuple[dict[SweepMember, str],
     return digests, {member: records for member, records in loaded.items() if records is not None}
 
 
-def _list_beginning(members: Sequence[SweepMember], finished_steps: Mapping[SweepMember, int]) -> list[SweepMember]:
+def _list_startable(members: Sequence[SweepMember], finished_steps: Mapping[SweepMember, int]) -> list[SweepMember]:
     """Return the members that have not started and can start now."""
     begins = (member for member in members if finished_steps[member] <= member.first_step)
     return [member for member in begins if member.origin is None or member.origin.is_dir()]
@@ -377,7 +380,9 @@ def _describe_plan(works: dict[SweepMember, MemberWork], num_saved: int, num_mem
     if not runs:
         return f"nothing to do: {len(works) + num_saved} of {num_members} runs are complete"
     at_once = "" if num_workers == 1 else f", {num_workers} at a time, the longest first"
-    return f"{runs} of {num_members} runs to train or evaluate{at_once}; a time estimate follows after the first steps"
+    return (
+        f"{runs} of {num_members} runs to train or evaluate{at_once}; the time left is estimated after the first steps"
+    )
 
 
 def _describe_time_left(left: float) -> str:

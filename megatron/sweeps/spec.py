@@ -37,6 +37,7 @@ from megatron.config.method_names import list_processor_values
 from megatron.config.position_overrides import list_overrides
 from megatron.config.schema import Config, KeyPath
 from megatron.config.stages import list_stage_configs
+from megatron.config.validation import check_config
 from megatron.config.yaml_files import YamlDocument, format_value, read_yaml
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
@@ -118,6 +119,7 @@ class SweepMember:
             if uses_slurm(self.config.launch)
             else lambda config: resolve_run(config, LocalHardware.detect())
         )
+        check_config(self.config)
         return resolve(self.config)
 
     @property
@@ -134,9 +136,9 @@ class SweepMember:
     def text(self) -> str:
         return self.config.to_yaml()
 
-    def get_path_beside(self, ending: str) -> Path:
-        """Return the path of a file next to the run's folder, named after it."""
-        return self.folder.with_name(self.folder.name + ending)
+    def get_sibling_path(self, suffix: str) -> Path:
+        """Return the path of a file next to the run's folder: its name with a suffix."""
+        return self.folder.with_name(self.folder.name + suffix)
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def _build_training(
     built: dict[str, list[SweepMember]] = {}
     layers_by_variant: dict[str, list[YamlDocument]] = {}
     for variant in options.sort_variants():
-        if training.benchmark is not None and variant not in (training.variants or options.list_unbranched()):
+        if training.benchmark is not None and variant not in (training.variants or options.list_root_variants()):
             continue
         keys = {name: value for name, value in options.variants[variant].items() if name not in (BRANCH, SEEDS)}
         overridden, in_file = _split_variant(keys, ("sweep", "variants", variant), locate)

@@ -186,7 +186,7 @@ def _find_seed_problems(keys: dict[str, Any], location: str) -> Iterator[str]:
     is_valid = isinstance(seeds, list) and seeds and all(type(s) is int and 0 <= s <= MAX_SEED for s in seeds)
     if not is_valid or len(set(seeds)) < len(seeds):
         given = shorten_text(str(seeds))
-        yield f"{location}: a variant's seeds is {given}; expected a list of distinct integers of at least 0"
+        yield f"{location}: seeds is {given}; expected a list of distinct integers, each at least 0"
 
 
 def _find_variant_problems(

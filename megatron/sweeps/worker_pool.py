@@ -31,9 +31,9 @@ from megatron.utils.progress import ProgressMeter, WorkItem
 from megatron.utils.project import join_python_path
 from megatron.utils.signals import (
     StoppedBySignal,
+    convert_signals_to_exceptions,
     exit_with_parent,
     get_parent_variable,
-    raise_on_signals,
 )
 
 UPDATE_SECONDS = 0.5
@@ -208,7 +208,7 @@ def main(descriptor: int) -> None:
     connection = Connection(descriptor)
     meter = _MessageMeter(connection)
     try:
-        with raise_on_signals():
+        with convert_signals_to_exceptions():
             while True:
                 member, work = pickle.loads(connection.recv_bytes())
                 meter.send("outcome", _run_to_outcome(member, work, meter))

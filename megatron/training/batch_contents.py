@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.manifest import load_checkpoint_config
-from megatron.checkpoint.run_folder import get_config_path, is_saved_config
+from megatron.checkpoint.run_folder import find_started_run, get_config_path, is_saved_config
 from megatron.checkpoint.trained_run import resolve_data_paths
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
@@ -174,11 +174,8 @@ class BatchHistory:
     """
 
     def __init__(self, run: str | Path) -> None:
-        run = Path(run)
-        self.run = layout.get_run_of_checkpoint(run) if layout.is_checkpoint(run) else layout.find_run_folder(run)
+        self.run = find_started_run(run)
         self._checkpoints = layout.list_checkpoints(self.run)
-        if not self._checkpoints and not is_saved_config(get_config_path(self.run)):
-            layout.resolve_checkpoint_path(run)  # raises an error with the reason
         self._orders: dict[Path, DataOrder] = {}
         self._next: DataOrder | None = None
         records = read_metrics_log(self.run / METRICS_FILE)
@@ -241,7 +238,7 @@ class BatchHistory:
             )
         attempts = state.rollbacks - before.rollbacks
         if attempts > 1:
-            note = f"{attempts} attempts after {since} were rolled back; the batches of each are not recorded"
+            note = f"{attempts} attempts after {since} were rolled back; the batches of each attempt are not recorded"
             return [replace(attempt, note=note)]
         if step > before.step + skipped // order.batch_size:
             return [attempt]
@@ -269,12 +266,12 @@ class BatchHistory:
         end = order.position.step + (order.last_sample - order.position.samples) // order.batch_size
         if step > end:
             reason = "is after the last step" if end == order.config.training.train_iters else "has not been reached"
-            raise UserError(f"step {step}: {reason}; after {name}, batches up to step {end} are known")
+            raise UserError(f"step {step} {reason}; after {name}, batches up to step {end} are known")
         notes = []
         if step > (reached := max(self._losses, default=order.position.step)):
             notes.append(f"the last recorded step is {reached}")
         if order.config.training.on_bad_loss == "rollback" and last is not None:
-            notes.append(f"rollbacks are recorded by checkpoints: assumes that there was none to {name} since it")
+            notes.append(f"assumes that the run did not roll back to {name}: only a later checkpoint would record it")
         return StepAttempt(step, order, order.count_samples_before(step), note="; ".join(notes) or None)
 
     def _plan_next_order(self, last: Path | None) -> DataOrder:
@@ -285,7 +282,8 @@ class BatchHistory:
         stored, state = read_config(path), TrainerState() if last is None else TrainerState.read(last)
         config = resolve_data_paths(stored, last or layout.get_checkpoint_path(self.run, 0), state.directory)
         if config.training.stages and config.data != stored.data:
-            raise UserError(f"{self.run}: its data moved; run this command in {state.directory or 'its directory'}")
+            where = state.directory or "the working directory of its training"
+            raise UserError(f"{self.run}: its data were moved; run this command in {where}")
         folder = str(self.run)
         config = config.replace(save=folder, load=folder, finetune=False, rollback=False)
         plan = plan_start(config, ProcessGroups(), sizes=state.sizes, checksums=False)

@@ -38,7 +38,7 @@ from megatron.utils.formatting import format_bytes
 
 CERTAIN_FRACTION = 0.9
 """Lower bound on a rank's memory, as a fraction of its planned memory. The allocator's peak of every run in
-docs/results/planner_memory.md is within a tenth of its plan, and the GPU itself uses some memory besides.
+docs/results/planner_memory.md is within a tenth of its plan, and the GPU itself uses additional memory.
 """
 BYTES_PER_BUILT_PARAMETER = 4
 """Bytes per parameter while a model is built, in float32, before it moves to GPUs."""
@@ -86,7 +86,7 @@ class _UnknownMethodError(Exception):
 def _check_gpu_memory(
     config: Config, gpu_memory: int, sizes: ParallelSizes, vocab_size: int, name: str
 ) -> Iterator[str]:
-    ends = {0, sizes.pipeline - 1}  # no rank in between needs less
+    ends = {0, sizes.pipeline - 1}  # no other stage needs less
     least = [_estimate_least(config, sizes, vocab_size, end, gpu_memory) for end in ends]
     estimate = max(least, key=count_certain_bytes)
     if (needed := count_certain_bytes(estimate)) > gpu_memory:

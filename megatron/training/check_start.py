@@ -10,7 +10,7 @@ The checks run where the run is started, before it waits in a queue.
 Facts that only the training machines know stay unchecked (`CHECKED_ON_NODES`).
 
 `resolve_data` replaces folders by their datasets, and `train_epochs` by a number of steps. The stored configuration of
-a run names the datasets that a folder held at the start, so that a dataset added later is noticed when the run resumes.
+a run names the datasets in a folder at the start, so that a dataset added later is noticed when the run resumes.
 
 An epoch has as many sequences as all training datasets together. Steps are rounded down, so that nothing is read more
 often than requested. A run keeps the number of steps with which it started (`megatron.checkpoint.resume`).
@@ -35,7 +35,12 @@ from megatron.data.blend import MAX_SHOWN, list_corpora, list_dataset_slices, li
 from megatron.options.data import SPLITS, CorpusName, DataOptions, Split, list_corpus_names
 from megatron.options.section import MAX_STEPS
 from megatron.training.check_resources import check_disk
-from megatron.training.harness_loading import check_harness_package, check_task_requests, load_training_tasks
+from megatron.training.harness_loading import (
+    check_harness_package,
+    check_task_requests,
+    load_local_tasks,
+    load_training_tasks,
+)
 from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.reporters import check_reporters
 from megatron.training.resolve_run import ResolvedRun
@@ -203,7 +208,7 @@ class StartCheck:
     """Result of the checks of a run that can start, as far as this machine can tell."""
 
     config: Config
-    """Configuration with the values that the data determine, and with a batch size if it was left open."""
+    """Configuration with the values that the data determine. If a dry run left the batch size open, one is assumed."""
     data_notes: tuple[str, ...]
     """Lines about values that the data determined."""
     plan: StartPlan | None
@@ -214,6 +219,8 @@ class StartCheck:
     """Reason why the data could not be read on this machine, or None."""
     has_own_python: bool
     """True if the run uses the packages and logins of this machine, which were checked."""
+    has_task_data: bool
+    """False if the run will download data of `harness.tasks`, so that their requests were not checked."""
 
 
 def check_start(
@@ -223,6 +230,7 @@ def check_start(
     has_own_python: bool = True,
     is_local: bool = True,
     reads_tokens: bool = True,
+    may_download: bool = True,
 ) -> StartCheck:
     """Check everything that a run checks before its first step, without creating anything.
 
@@ -232,6 +240,7 @@ def check_start(
         has_own_python: True if the run uses this Python, with its packages and environment.
         is_local: True if the run takes place on this machine, so that its limits apply.
         reads_tokens: True to check the tokens of the datasets as their first use does; otherwise only a sample.
+        may_download: False to use only data on this machine, whatever `harness.download` is.
 
     Raises:
         FarfieldError: the error that the run would raise.
@@ -278,13 +287,30 @@ def check_start(
         started.model, started.position, vocab_size, groups=build_single_process_groups(), device="meta"
     )
     check_eval_lengths(started, model.max_length)
+    has_task_data = True
     if has_own_python and config.logging.harness.tasks:
-        tasks = load_training_tasks(config)
-        if plan is not None:
+        tasks = load_training_tasks(config) if may_download else load_local_tasks(config)
+        has_task_data = tasks is not None
+        if plan is not None and has_task_data:
             check_task_requests(config, tasks, plan.vocabulary, model)
     if started.model.attention_backend != "auto" or started.launch.device == "cpu":
         check_equal_calls(started, model)  # the choice of `auto` on a GPU is not known yet
-    return StartCheck(config, data_notes, plan, model, missing, has_own_python)
+    return StartCheck(config, data_notes, plan, model, missing, has_own_python, has_task_data)
+
+
+def describe_checks(config: Config, *, reads_tasks: bool = True) -> str:
+    """Describe what `check_start` does for a run: reading data and tasks, for which it imports lm_eval, takes longest.
+
+    Args:
+        config: configuration of the run.
+        reads_tasks: True if this machine has the packages of the run.
+    """
+    parts = ["data"]
+    if config.checkpoint.load is not None:
+        parts.append("the checkpoint to start from")
+    if reads_tasks and config.logging.harness.tasks:
+        parts.append("harness.tasks, which imports lm_eval")
+    return f"checking the {' and '.join(parts)}"
 
 
 def _guess_world_size(config: Config) -> int:

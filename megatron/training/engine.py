@@ -68,7 +68,7 @@ class Engine:
             decay_positions=config.optimizer.decay_positions,
         )
         self.grouped_weights = list_grouped_weights(param_groups, model, mesh)
-        """Optimizer group of each parameter that this rank holds first."""
+        """Optimizer group of each parameter whose first copy is on this rank."""
         self.parameter_labels = label_parameters(param_groups, model)
         """Optimizer group and module of each parameter, by name (`ParameterNorms`)."""
         self.inner_optimizer: ProjectedOptimizer = build_optimizer(
@@ -278,7 +278,7 @@ class Engine:
 def check_equal_calls(config: Config, model: nn.Module) -> None:
     """Raise UserError if modules are called once per document under ZeRO 3.
 
-    ZeRO 3 gathers parameters at each call on all ranks together, but the rows of ranks hold different numbers of
+    ZeRO 3 gathers parameters at each call on all ranks together, but the rows of ranks contain different numbers of
     documents.
     """
     if config.position.attention_mask != "document" or not isinstance(model, GPT):

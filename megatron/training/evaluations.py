@@ -30,7 +30,7 @@ from megatron.distributed import rng
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.gpt import GPT
 from megatron.training.engine import Engine
-from megatron.training.harness_loading import get_task_length, quiet_harness
+from megatron.training.harness_loading import get_task_length, silence_harness
 from megatron.training.metrics_log import TaskRecord, ValidationRecord, compute_perplexity, has_logged_record
 from megatron.training.training_run import TrainingRun
 from megatron.training.watchdog import Watchdog
@@ -204,7 +204,7 @@ class HarnessRunner:
                 after=show_progress,
                 division=_build_division(run.groups, model),
             )
-            with quiet_harness():
+            with silence_harness():
                 results = run_tasks(adapter, self._tasks, run.config.logging.harness.limit)
         finally:
             model.end_of_document = end_of_document

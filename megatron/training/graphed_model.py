@@ -9,7 +9,7 @@ of the parameters: masks and loss scales, gradient accumulation, DeepSpeed's hoo
     replay backward    gradient of the losses → a static tensor; gradients of parameters are written to static tensors
 
 The graphs share one memory pool, so each replay, including the forward one, may overwrite the last gradients. Gradients
-that parameters still hold (accumulation) are therefore copied out of the pool first. If nothing was accumulated yet,
+that are still accumulating in parameters are therefore copied out of the pool first. If nothing was accumulated yet,
 autograd uses a static tensor as the parameter's gradient without a copy.
 
 The graphs are captured over aliases of the parameters: other autograd leaves with the same memory. DeepSpeed's hooks
@@ -231,7 +231,7 @@ class GraphedModel:
 
     @torch.no_grad()
     def _keep_gradients(self) -> None:
-        """Copy gradients that parameters still hold out of the graphs' memory."""
+        """Copy gradients that are still accumulating in parameters out of the graphs' memory."""
         held = [
             (parameter, parameter.grad)
             for parameter, static in zip(self.used, self._gradients, strict=True)

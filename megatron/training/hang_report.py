@@ -3,10 +3,10 @@
 The *reporter* is the rank that concludes that another rank hangs (`watchdog.py`): the first rank, or the second if the
 first one hangs. Keys in the store:
 
-    verdict    written by the reporter: one line, and the ranks that are silent
-    report     written by each rank once its stacks are written: what it waits for
-    wake       written by the reporter once all live ranks have reported: signal the silent ranks of your machine
-    line       written by the reporter: the verdict with all reports; a rank that reads it exits
+    verdict    written by the reporter: its diagnosis, with one line and the ranks that are silent
+    report     written by each rank after its stacks: the operation in which it waits
+    wake       written by the reporter once all live ranks have reported: asks ranks to signal silent ones nearby
+    line       written by the reporter: the diagnosis with all reports; a rank that reads it exits
 
 The flight recorder of torch keeps the last 2,000 collectives of a process in memory, for NCCL and gloo
 (`TORCH_FR_BUFFER_SIZE`), and is on by default. Its dump goes to the run's `stacks` folder too, in torch's own format:
@@ -45,9 +45,9 @@ from megatron.utils.project import find_own_path
 STACKS = "stacks"
 """Subfolder of the run's folder for the dumps of a hang. Those of earlier starts are in `stacks_1`, `stacks_2` …"""
 DUMP_SIGNAL = signal.SIGUSR2
-"""Signal that makes a watched rank write the stacks of its threads, whatever it is doing."""
+"""Signal that makes a watched rank write the stacks of its threads at any time."""
 WRAPPERS = ("megatron/distributed/", "megatron/training/hang_report.py", "megatron/training/watchdog.py")
-"""Source files of ours that issue collectives for other code."""
+"""Our source files that issue collectives for other code."""
 FLIGHT_RECORDERS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
 """Functions of torch that dump the flight recorder of each backend; a build without NCCL lacks the first."""
 DTYPES = {
@@ -149,15 +149,15 @@ class RankReport:
     num_pending: int = 0
     """Number of pending collectives; with NCCL the host continues while its device waits."""
 
-    def describe(self, is_one: bool) -> str:
+    def describe(self, is_single: bool) -> str:
         """Describe the rank, for example as waiting in a collective.
 
         The format is `waits in all_reduce of 4 int64 over gloo among ranks 0-1 (megatron/…/trainer.py:222 step)`.
         """
         if self.collective is None:
-            return f"{'is' if is_one else 'are'} at {self.location}"
+            return f"{'is' if is_single else 'are'} at {self.location}"
         behind = f", with {self.num_pending - 1} more pending" if self.num_pending > 1 else ""
-        return f"{'waits' if is_one else 'wait'} in {self.collective}{behind} ({self.location})"
+        return f"{'waits' if is_single else 'wait'} in {self.collective}{behind} ({self.location})"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -168,7 +168,7 @@ class RankReport:
         return RankReport(**json.loads(text))
 
 
-def make_rank_report(folder: Path | None, rank: int, until: float | None = None) -> RankReport:
+def build_rank_report(folder: Path | None, rank: int, until: float | None = None) -> RankReport:
     """Return the state of this process's main thread, and write its flight recorders to `folder` if it is given.
 
     `until` excludes collectives that started later, in seconds since 1970.
@@ -206,9 +206,9 @@ def describe_reports(reports: Mapping[int, RankReport]) -> list[str]:
     for rank, report in sorted(reports.items()):
         ranks.setdefault(report, []).append(rank)
     sentences = []
-    for report, those in sorted(ranks.items(), key=lambda item: (len(item[1]), item[1])):
-        subject = f"rank {those[0]}" if len(those) == 1 else f"ranks {format_ranks(those)}"
-        sentences.append(f"{subject} {report.describe(len(those) == 1)}")
+    for report, members in sorted(ranks.items(), key=lambda item: (len(item[1]), item[1])):
+        subject = f"rank {members[0]}" if len(members) == 1 else f"ranks {format_ranks(members)}"
+        sentences.append(f"{subject} {report.describe(len(members) == 1)}")
     return sentences
 
 
@@ -252,7 +252,7 @@ def _find_location(frames: Iterable[tuple[str, int, str]]) -> str:
 
 @dataclass
 class HangReporter:
-    """Report of one rank at the end of a run that hangs."""
+    """Reporter of one rank's state at the end of a run that hangs."""
 
     rank: int
     processes: list[tuple[str, int]]
@@ -298,7 +298,7 @@ class HangReporter:
         return diagnosis.line
 
     def _collect(self, diagnosis: HangDiagnosis, own: RankReport, store: HeartbeatStore, deadline: float) -> str:
-        """Collect the reports of all ranks that answer, and return the verdict with them."""
+        """Collect the reports of all ranks that answer, and return the diagnosis with them."""
         reports, ranks = {self.rank: own}, set(range(store.world_size))
         alive, has_woken = ranks - {*diagnosis.silent}, 0 in diagnosis.silent
         while ranks != reports.keys() and time.monotonic() < deadline:
@@ -312,7 +312,7 @@ class HangReporter:
                 self._wake(diagnosis)
                 deadline = time.monotonic() + 3 * self.poll_interval + 1
             time.sleep(self.poll_interval / 4)
-        # The current state of a silent rank does not tell where it was.
+        # The current state of a silent rank does not show where it hung.
         sentences = describe_reports({rank: report for rank, report in reports.items() if rank in alive})
         line = "; ".join([diagnosis.line, *sentences[:MAX_SHOWN]])
         line += f"; and {len(sentences) - MAX_SHOWN} more" if len(sentences) > MAX_SHOWN else ""
@@ -328,7 +328,7 @@ class HangReporter:
         if not is_silent or self.stacks.is_empty():
             # A stopped rank has written its unchanged stacks when it continued.
             faulthandler.dump_traceback(file=self.stacks.open(), all_threads=True)
-        return make_rank_report(self.stacks.folder, self.rank, until=diagnosis.time if is_silent else None)
+        return build_rank_report(self.stacks.folder, self.rank, until=diagnosis.time if is_silent else None)
 
     def _wake(self, diagnosis: HangDiagnosis) -> None:
         """Make the silent ranks of this machine write their stacks and continue.

@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness for evaluations during training: loaded and checked before the first step.
 
 A missing package, an unknown task, missing data and requests that the model cannot answer are errors of the start, not
-of a step hours later. Dry runs and submissions make the same checks (`check_start.py`).
+of a step hours later. Dry runs and submissions make the same checks (`check_start.py`), dry runs without the network.
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ def check_harness_package(config: Config) -> None:
         require_package("lm_eval", "harness.tasks")
 
 
-def load_training_tasks(config: Config, log: Callable[[str], None] = lambda line: None) -> Any:
+def load_training_tasks(
+    config: Config, log: Callable[[str], None] = lambda line: None, *, allow_download: bool = True
+) -> Any:
     """Load the tasks of a run, in the harness's format.
 
     Args:
         config: configuration of the run.
         log: called with a line for the user.
+        allow_download: False to use only data on this machine, whatever `harness.download` is.
 
     Raises:
         UserError: if a task does not exist or is not supported.
-        RunError: if its data are not on this machine, or it cannot be read.
+        MissingTaskDataError: if its data are not on this machine.
+        RunError: if it cannot be read.
     """
     with pause_garbage_collection():
         from megatron.evaluation.harness_tasks import load_tasks
@@ -51,8 +55,25 @@ def load_training_tasks(config: Config, log: Callable[[str], None] = lambda line
         num_fewshot=harness.num_fewshot,
         metadata=harness.metadata,
     )
-    with quiet_harness():
-        return load_tasks(options, log, name_option="harness.{}".format, allow_download=harness.download)
+    with silence_harness():
+        return load_tasks(
+            options, log, name_option="harness.{}".format, allow_download=harness.download and allow_download
+        )
+
+
+def load_local_tasks(config: Config) -> Any:
+    """Load the tasks of a run without the network.
+
+    Return None if the run will download their data (`harness.download`). Raises the errors of `load_training_tasks`.
+    """
+    from megatron.evaluation.harness_tasks import MissingTaskDataError
+
+    try:
+        return load_training_tasks(config, allow_download=False)
+    except MissingTaskDataError:
+        if not config.logging.harness.download:
+            raise
+        return None
 
 
 def load_tasks_on_all_ranks(config: Config, groups: ProcessGroups, log: Callable[[str], None]) -> Any:
@@ -99,7 +120,7 @@ def check_task_requests(config: Config, tasks: Any, vocabulary: Vocabulary, mode
             )
         checker = RequestChecker(model, vocabulary.tokenizer, length)
         try:
-            with quiet_harness():
+            with silence_harness():
                 checker.check(tasks["tasks"].values(), harness.limit)
         except RunError as error:
             problem = str(error).replace("--lengths", "harness.length")
@@ -112,7 +133,7 @@ def get_task_length(config: Config) -> int:
 
 
 @contextmanager
-def quiet_harness() -> Iterator[None]:
+def silence_harness() -> Iterator[None]:
     """Silence the harness's progress bars and remarks on tasks, which each rank would print at each evaluation."""
     from lm_eval.api import task as task_module
 

@@ -21,7 +21,7 @@ from megatron.training.engine import Engine
 from megatron.training.metrics import sum_over_batch
 
 MAX_ROLLBACKS = 3
-"""Number of rollbacks after which the run ends, unless a good step followed a new checkpoint in between."""
+"""Number of rollbacks after which the run ends. The count restarts once a good step follows a new checkpoint."""
 
 DECAY = 0.98
 """Decay of the running mean of the loss per step: a mean over about fifty steps."""
@@ -75,7 +75,7 @@ class StopRun:
 
 
 class RunningMeanLoss:
-    """Running mean of the losses of single steps."""
+    """Running mean of the losses of steps without a spike."""
 
     def __init__(self) -> None:
         self.mean: float | None = None
@@ -145,8 +145,8 @@ class LossGuard:
         if factor is not None:
             total = sum_over_batch(self._groups, float(loss))
             if self._mean_loss.is_spike(total, factor):
-                usual = self._mean_loss.mean
-                comparison = "" if usual is None else f" exceeds loss_spike × the usual loss {usual:.4g}"
+                mean = self._mean_loss.mean
+                comparison = "" if mean is None else f" exceeds loss_spike × its running mean {mean:.4g}"
                 return self._roll_back_or_stop(step, samples, f"its loss {total:.4g}{comparison}")
             self._mean_loss.add(total)
         self.last_good_step = step

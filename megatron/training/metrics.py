@@ -181,7 +181,7 @@ class IntervalMetrics:
             checkpoint_wait=ranks.checkpoint_wait / (seconds + ranks.checkpoint_wait),
             slowest_rank=ranks.slowest_rank,
             slowdown=ranks.slowdown,
-            slowest_rank_wait=min(1.0, ranks.lost * self.steps / seconds),
+            slowest_rank_wait=min(1.0, ranks.wait_per_step * self.steps / seconds),
         )
         self._reset()
         return record

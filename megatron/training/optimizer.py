@@ -80,7 +80,7 @@ class GroupedWeights:
 
 
 def list_grouped_weights(groups: Iterable[dict[str, Any]], model: nn.Module, mesh: Mesh) -> list[GroupedWeights]:
-    """List the group of each parameter that this rank holds first. Call it before ZeRO divides the parameters."""
+    """List the group of each parameter whose first copy is on this rank. Call it before ZeRO divides the parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return merge_grouped_weights(
         GroupedWeights(

@@ -4,7 +4,7 @@ Projection
 ----------
 The kernels of KERPLE are only defined for parameters in an interval (r1 > 0, 0 < exponent ≤ 2). Published code clamps
 the model's own parameters after a step. That has no effect in half precision or under ZeRO: the optimizer updates
-float32 master copies and overwrites the model's parameters with them. The base optimizer holds the masters under every
+float32 master copies and overwrites the model's parameters with them. The base optimizer has the masters under every
 ZeRO stage and precision (as flat partitions, one per parameter group), so the projection belongs here:
 
     g ← 0  where θ = low and g > 0, or θ = high and g < 0        the step would leave the interval
@@ -31,8 +31,8 @@ Newton-Schulz iteration, X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X from X = U/�
 
 Which matrices
 --------------
-`megatron.model.parameter_groups.list_hidden_matrices` lists them. If one weight holds several matrices (queries, keys
-and values; the two halves of a gated layer), each is orthogonalized separately. Otherwise the scale of each would
+`megatron.model.parameter_groups.list_hidden_matrices` lists them. If one weight contains several matrices (queries,
+keys and values; the two halves of a gated layer), each is orthogonalized separately. Otherwise the scale of each would
 depend on the others, which is not the case in any layer of the model. Megatron-core's `muon_split_qkv` does the same.
 
 Whole matrices under ZeRO and tensor parallelism
@@ -242,35 +242,37 @@ class MuonWithAdamW(ProjectedAdamW):
         The updates are the matrices of this rank, or one flat tensor: its shard of their concatenation (ZeRO).
         """
         mesh = self._ranks.mesh
-        for batch in batch_by_size(list_pieces(matrices, updates, mesh.dp_cp), mesh.tensor.size):
+        for batch in batch_matrix_shards(list_matrix_shards(matrices, updates, mesh.dp_cp), mesh.tensor.size):
             held = [
-                (piece, whole) for piece, whole in zip(batch, self._complete(batch), strict=True) if whole is not None
+                (shard, whole)
+                for shard, whole in zip(batch, self._gather_shards(batch), strict=True)
+                if whole is not None
             ]
             if not held:
                 continue
-            results = self._orthogonalize_local([(piece.matrix, whole) for piece, whole in held])
-            for (piece, _), result in zip(held, results, strict=True):
-                assert piece.values is not None
-                piece.values.copy_(result.reshape(-1).narrow(0, piece.start, piece.values.numel()))
+            results = self._orthogonalize_local([(shard.matrix, whole) for shard, whole in held])
+            for (shard, _), result in zip(held, results, strict=True):
+                assert shard.values is not None
+                shard.values.copy_(result.reshape(-1).narrow(0, shard.start, shard.values.numel()))
 
-    def _complete(self, pieces: Sequence["_MatrixShard"]) -> list[Tensor | None]:
+    def _gather_shards(self, shards: Sequence["_MatrixShard"]) -> list[Tensor | None]:
         """Return this tensor-parallel rank's whole shard of each matrix.
 
         Matrices of which it updates no elements are None.
         """
-        cut = [piece for piece in pieces if piece.is_cut]
+        cut = [shard for shard in shards if shard.is_cut]
         wholes = {}
         if cut:
-            numels = [piece.matrix.parameter.numel() for piece in cut]
+            numels = [shard.matrix.parameter.numel() for shard in cut]
             buffer = torch.zeros(sum(numels), dtype=self._exchange_dtype, device=self._ranks.device)
-            for piece, whole in zip(cut, buffer.split(numels), strict=True):
-                wholes[id(piece)] = whole
-                if piece.values is not None:
-                    whole.narrow(0, piece.start, piece.values.numel()).copy_(piece.values)
+            for shard, whole in zip(cut, buffer.split(numels), strict=True):
+                wholes[id(shard)] = whole
+                if shard.values is not None:
+                    whole.narrow(0, shard.start, shard.values.numel()).copy_(shard.values)
             all_reduce_sum_(buffer, self._ranks, "context", "data")
         return [
-            None if piece.values is None else wholes.get(id(piece), piece.values).view(piece.matrix.parameter.shape)
-            for piece in pieces
+            None if shard.values is None else wholes.get(id(shard), shard.values).view(shard.matrix.parameter.shape)
+            for shard in shards
         ]
 
     def _orthogonalize_local(self, held: Sequence[tuple[HiddenMatrix, Tensor]]) -> list[Tensor]:
@@ -319,7 +321,7 @@ class _MatrixShard:
     """Flat view of the update, or None if this rank has no elements of it."""
 
 
-def list_pieces(matrices: Sequence[HiddenMatrix], updates: Sequence[Tensor], axis: Axis) -> list[_MatrixShard]:
+def list_matrix_shards(matrices: Sequence[HiddenMatrix], updates: Sequence[Tensor], axis: Axis) -> list[_MatrixShard]:
     """List the elements of each matrix that this rank updates; see `MuonWithAdamW._orthogonalize_group`.
 
     `axis` is the axis of the ranks among which ZeRO divides optimizer states.
@@ -328,30 +330,30 @@ def list_pieces(matrices: Sequence[HiddenMatrix], updates: Sequence[Tensor], axi
         pairs = zip(matrices, updates, strict=True)
         return [_MatrixShard(matrix, False, 0, update.view(-1)) for matrix, update in pairs]
     (flat,) = updates
-    size, position, pieces = flat.numel(), 0, []
+    size, position, shards = flat.numel(), 0, []
     first = axis.index * size
     for matrix in matrices:
         stop = position + matrix.parameter.numel()
         low, high = max(position, first), min(stop, first + size)
         values = flat.narrow(0, low - first, high - low) if high > low else None
-        pieces.append(_MatrixShard(matrix, position // size != (stop - 1) // size, low - position, values))
+        shards.append(_MatrixShard(matrix, position // size != (stop - 1) // size, low - position, values))
         position = stop
-    return pieces
+    return shards
 
 
-def batch_by_size(pieces: Sequence[_MatrixShard], tensor_ranks: int) -> Iterator[list[_MatrixShard]]:
-    """Batch pieces of matrices so that a batch has at most `MUON_MATRICES_AT_ONCE` elements.
+def batch_matrix_shards(shards: Sequence[_MatrixShard], tensor_ranks: int) -> Iterator[list[_MatrixShard]]:
+    """Batch shards of matrices so that a batch has at most `MUON_MATRICES_AT_ONCE` elements.
 
     All ranks get the same batches.
     """
     batch: list[_MatrixShard] = []
     elements = 0
-    for piece in pieces:
-        numel = piece.matrix.parameter.numel() * tensor_ranks
+    for shard in shards:
+        numel = shard.matrix.parameter.numel() * tensor_ranks
         if batch and elements + numel > MUON_MATRICES_AT_ONCE:
             yield batch
             batch, elements = [], 0
-        batch.append(piece)
+        batch.append(shard)
         elements += numel
     yield batch
 

@@ -114,7 +114,7 @@ class RankComparison:
     """
     slowdown: float | None
     """Relative slowdown of that rank against the median."""
-    lost: float
+    wait_per_step: float
     """Seconds per step that the other ranks may wait for it, over all micro-batches, forward and backward."""
 
 
@@ -144,7 +144,7 @@ def compare_ranks(times: Sequence[RankTimes], stages: Sequence[int], micro_batch
         checkpoint_wait=max(own.checkpoint_wait for own in times),
         slowest_rank=slowest,
         slowdown=None if slowest is None else excess[slowest] / medians[stages[slowest]],
-        lost=0.0 if slowest is None else excess[slowest] * micro_batches / FORWARD_FRACTION,
+        wait_per_step=0.0 if slowest is None else excess[slowest] * micro_batches / FORWARD_FRACTION,
     )
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from megatron.config.execution import count_ranks_per_replica, resolve_zero
 from megatron.config.schema import Config
 from megatron.config.stages import ENDS, Stage, resolve_ranks
-from megatron.config.validation import validate_config
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.training.check_resources import check_memory
@@ -37,15 +36,15 @@ def resolve_run(
     """Resolve a configuration for a machine. Resolving it again changes nothing.
 
     Args:
-        config: configuration of the run.
+        config: validated configuration of the run, as loaded from files or checked by `check_config`.
         hardware: hardware of the machine.
         rank_info: rank of this process, if the processes were already started.
         dry_run: True if the run may take place on another machine. If it needs GPUs and none is here, unknown values
             stay open, and a note reports this.
 
     Raises:
-        UserError: if keys contradict each other, the device does not exist or lacks the precision, the batch is not
-            divisible, data are not configured, or memory is too small.
+        UserError: if the device does not exist or lacks the precision, the batch is not divisible, data are not
+            configured, or memory is too small.
     """
     _check_complete(config)
     _check_launched(config, rank_info, dry_run)
@@ -105,9 +104,7 @@ def resolve_remote_run(
 
 
 def _check_complete(config: Config) -> None:
-    """Check that a configuration is complete and consistent. Raises UserError."""
-    for _, problem in validate_config(config):  # configurations read from files have already passed these
-        raise UserError(problem)
+    """Check that a configuration has data, a length and a folder if it needs one. Raises UserError."""
     data = config.data
     if data.data_path is None and not data.train_data_paths and data.task is None:
         raise UserError(

@@ -21,8 +21,8 @@ wsd, warm-up, stable, decay (Hu et al. 2024, MiniCPM, 2404.06395): the rate stay
     cosine f(x) = (1 + cos πx) / 2         exponential f(x) = 2 · 2^(−x) − 1 (Megatron-LM)
 
 infinite (Ibrahim et al. 2024, 2403.08763): after warm-up the rate decays over c = lr_cooldown_iters steps to
-constant_lr, x = (s − w) / c. It stays there however long the run is, and anneals over the last a = lr_anneal_iters
-steps before n, x = (s − (n − a)) / a. With a = 0, a trunk, it never anneals:
+constant_lr, x = (s − w) / c. It stays there for any number of steps. It anneals over the last a = lr_anneal_iters steps
+before n, x = (s − (n − a)) / a. With a = 0, a trunk, it never anneals:
 
     cosine          constant_lr + (lr − constant_lr) · (1 + cos πx) / 2
     inverse_sqrt    lr + (constant_lr − lr) · h(x) / h(1),   h(x) = 1 / √(1 + 10x) − 1

@@ -88,7 +88,7 @@ class StartPlan:
     slices: Mapping[str, list[DatasetSlice]]
     """Datasets of each split and each further validation set; empty for a task."""
     notes: tuple[str, ...] = ()
-    """Lines for the user, besides those of `resume`."""
+    """Lines for the user, in addition to those of `resume`."""
 
 
 def plan_start(

@@ -36,7 +36,7 @@ def estimate_seconds(run: TrainingRun, step: int) -> float:
     """Estimate the duration of the steps after `step`, in seconds, before any of them was timed.
 
     The estimate divides their FLOPs by the speed of one matrix product of the model's size. The rest of a step is
-    slower, so the true time is longer: twice is usual, and a small model may take many times as long.
+    slower, so the true time is longer: typically twice as long, and many times as long for a small model.
     """
     training, model = run.config.training, run.config.model
     speed = measure_matmul_tflops(

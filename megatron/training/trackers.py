@@ -63,7 +63,7 @@ def check_wandb(options: LoggingOptions) -> None:
 def check_trackio(options: LoggingOptions) -> None:
     """Check that Trackio can be used, without importing it.
 
-    Raises UserError if its package is not installed, or only the environment names a place on the network.
+    Raises UserError if its package is not installed, or if an environment variable alone enables the network.
     """
     if not options.use_trackio:
         return

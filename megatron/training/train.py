@@ -10,6 +10,7 @@ import time
 from rich.console import Console
 
 from megatron.config.schema import Config
+from megatron.config.validation import check_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
 from megatron.training import summary
@@ -28,7 +29,7 @@ def train(config: Config, console: Console | None = None) -> TrainResult:
     """Train a model from Python, in this process alone or as the rank given by the environment.
 
     Args:
-        config: configuration as read from files; it is resolved for this machine.
+        config: configuration of any origin; it is validated, and resolved for this machine.
         console: console of the first process; None prints nothing.
 
     See `train_resolved` for the result and the errors.
@@ -38,6 +39,7 @@ def train(config: Config, console: Console | None = None) -> TrainResult:
     if launch_context is not None:
         rank_info = launch_context.rank_info
         os.environ.update(launch_context.to_environment(config.launch.master_port))  # DeepSpeed reads torchrun's names
+    check_config(config)
     resolved = resolve_run(config, LocalHardware.detect(), rank_info=rank_info)
     check_environment(resolved.config)
     return train_resolved(resolved.config, rank_info, console)
@@ -114,7 +116,7 @@ def _run_attempt(
         finally:
             trainer.close()
     except RollbackRequested as request:
-        request.__traceback__ = None  # its frames hold the engine
+        request.__traceback__ = None  # its frames refer to the engine
         return request.rollback
     finally:
         run.close()

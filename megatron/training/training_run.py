@@ -65,14 +65,14 @@ PARAMETER_GROUPS = "parameter_groups.txt"
 
 @dataclass(frozen=True)
 class TrainingSession:
-    """Membership of one process in a run."""
+    """Connection of one process to a run: its process groups, and the lock on the run's folder."""
 
     groups: ProcessGroups
     lock: RunLock | None
-    """Lock that keeps other runs out of the folder; held by the first process if the run saves anything."""
+    """Lock that keeps other runs out of the folder. The first process has it, if the run saves anything."""
 
     def check_folder(self) -> None:
-        """Raise MissingFolderError if the run's folder was moved or removed. Only the first process can tell."""
+        """Raise MissingFolderError if the run's folder was moved or removed. Only the first process can detect this."""
         if self.lock is not None:
             self.lock.check_folder()
 
@@ -190,7 +190,7 @@ class TrainingRun:
         return trainer_state.collect(self.data_position, EngineCounters(self.engine.deepspeed), *parts)
 
     def report(self, record: RunRecord) -> None:
-        """Pass a record to all reporters. Raises MissingFolderError if the run's folder does not exist any more."""
+        """Pass a record to all reporters. Raises MissingFolderError if the run's folder no longer exists."""
         self.session.check_folder()
         report_to_all(self.reporters, record)
 
@@ -239,9 +239,11 @@ def build_training_run(
     try:
         with WaitAnnouncer(log, "reading the data and the checkpoint to start from", first=MAX_SILENCE):
             plan = plan_start(config, session.groups, rollback)
+        with WaitAnnouncer(log, "reading harness.tasks, which imports lm_eval", first=MAX_SILENCE):
+            tasks = load_tasks_on_all_ranks(plan.requested, session.groups, log)
         begin_memory_history(config, session.groups, plan.data_position.step)
         with _announce_resume(console, session, plan.resume):
-            run = build_components(plan, session, console, previous_backend)
+            run = build_components(plan, session, console, tasks, previous_backend)
             restore_training_run(run)
     except BaseException:
         session.close()
@@ -250,7 +252,7 @@ def build_training_run(
 
 
 def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume: ResumePlan) -> WaitAnnouncer:
-    """Return an announcer for the minutes that building a large model takes; on a terminal it prints sooner."""
+    """Return an announcer for building a large model, which takes minutes; on a terminal it prints sooner."""
     work = "reading its states" if resume.resumes else "its optimizer"
     first = 3.0 if console.console is not None and console.console.is_terminal else MAX_SILENCE
     return WaitAnnouncer(
@@ -259,9 +261,20 @@ def _announce_resume(console: ConsoleReporter, session: TrainingSession, resume:
 
 
 def build_components(
-    plan: StartPlan, session: TrainingSession, console: ConsoleReporter, previous_backend: str | None = None
+    plan: StartPlan,
+    session: TrainingSession,
+    console: ConsoleReporter,
+    tasks: Any,
+    previous_backend: str | None = None,
 ) -> TrainingRun:
     """Build data, model and engine of a run with fresh states. All processes must call this.
+
+    Args:
+        plan: plan of the start.
+        session: membership of this process in the run.
+        console: console of the first process.
+        tasks: loaded tasks of lm-evaluation-harness, or None.
+        previous_backend: attention backend chosen by an earlier process of this run.
 
     Raises:
         UserError: if the data, the model and the checkpoint do not match.
@@ -284,7 +297,6 @@ def build_components(
     )
 
     reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
-    tasks = load_tasks_on_all_ranks(plan.requested, groups, reporter.log)
     for note in (*resume.notes, *plan.notes, *datasets.notes, *_describe_rate_jump(config, resume)):
         reporter.log(note)
     if datasets.valid is None and not datasets.extra_valid_sets and training.eval_interval and training.eval_iters != 0:
@@ -345,7 +357,7 @@ def restore_training_run(run: TrainingRun) -> None:
     """Restore the states of the checkpoint, if there is one, and take over the folder. All processes must call this.
 
     Raises:
-        UserError: if another file is in the place of the tokenizer's copy.
+        UserError: if another file has the name of the tokenizer's copy.
         RunError: if files are missing or damaged, or the disk cannot be written.
     """
     config, resume, groups = run.config, run.resume, run.groups

@@ -1,11 +1,11 @@
 """Hang detection: every process reports its progress, and one process monitors all.
 
-A rank that hangs blocks all others in their next collective, and the library's own timeout does not tell which rank it
-is. Each rank therefore publishes its step and its phase (`Watchdog.enter_phase`, microseconds), and a thread of the
-first rank polls them. If no rank has advanced for `hang_timeout` seconds, the watchdog names the rank that is behind
-the others. Every rank writes the stacks of its threads and its last collectives to the run's `stacks` folder
-(`hang_report.py`). All exit with one line that tells what each rank waits for, and exit code 75, "try again", which
-lets a scheduler requeue the job.
+A rank that hangs blocks all others in their next collective, and the library's own timeout does not name the rank. Each
+rank therefore publishes its step and its phase (`Watchdog.enter_phase`, microseconds), and a thread of the first rank
+polls them. If no rank has advanced for `hang_timeout` seconds, the watchdog names the rank that is behind the others.
+Every rank writes the stacks of its threads and its last collectives to the run's `stacks` folder (`hang_report.py`).
+All exit with one line that states the operation in which each rank waits. Exit code 75, "try again", lets a scheduler
+requeue the job.
 
 A rank can fail to respond in four ways, and each is detected differently:
 
@@ -13,12 +13,12 @@ A rank can fail to respond in four ways, and each is detected differently:
     it computes in C and holds the GIL        another rank of its machine sends SIGUSR2, and `faulthandler` writes the
                                               stacks without Python. For a single process the stacks go to a helper
                                               process a little later, which stores and reports them
-    it was stopped (SIGSTOP)                  its heartbeat stops, and the line says so. When all others have reported,
+    it was stopped (SIGSTOP)                  its heartbeat stops, as the line reports. When all others have reported,
                                               one rank of its machine sends SIGUSR2 and resumes it (SIGCONT), so that
                                               it too writes its unchanged stacks and exits
-    its machine is down                       its heartbeat stops, and the line says so
+    its machine is down                       its heartbeat stops, as the line reports
 
-`hang_report.py` implements what follows the detection.
+`hang_report.py` writes the report after the detection.
 """
 
 import faulthandler
@@ -154,7 +154,7 @@ class Watchdog:
         self._poll_interval = min(5.0, (timeout or 20.0) / 4)
         self._grace = min(30.0, timeout or 0.0)
         self._limit = (timeout or 0.0) + self._grace
-        """Seconds without a heartbeat after which a process that cannot run Python any more ends."""
+        """Seconds without a heartbeat after which a process that can no longer run Python ends."""
         if groups.world_size > 1:
             # Longer than the orderly end needs: a stopped rank is resumed last, and must not exceed its limit by then.
             self._limit += self._grace + 4 * self._poll_interval
@@ -201,7 +201,7 @@ class Watchdog:
         self._heartbeat, self._moved = Heartbeat(self._heartbeat.count + 1, step, phase), time.monotonic()
         self._store.set("beat", str(self._heartbeat))
         if self.timeout is not None:
-            # Timer that works even if Python cannot run any more.
+            # Timer that works even if Python can no longer run.
             file = self._stacks.open()
             if self._reporter is not None and self._reporter.stdin is not None:
                 with suppress(OSError):  # the helper process was ended
@@ -220,8 +220,8 @@ class Watchdog:
         if self.timeout is not None:
             faulthandler.cancel_dump_traceback_later()
         if self._reporter is not None and self._reporter.stdin is not None:
-            # The helper has nothing to report. Closing its input would not end it: the forked data loader workers hold
-            # the other end open as long as they live.
+            # The helper has nothing to report. Closing its input would not end it: forked data loader workers keep the
+            # other end open as long as they live.
             self._reporter.kill()
             self._reporter.stdin.close()
             self._reporter.wait()
@@ -269,7 +269,7 @@ class Watchdog:
                     if sign is not None and sign != signs_of_life.get(rank, ("", 0.0))[0]:
                         signs_of_life[rank] = sign, now
                 idle = max((now - at for at in moved_at.values()), default=0.0)
-            except Exception:  # the store is gone because the run is
+            except Exception:  # the store ended with the run
                 continue
             if idle > self.timeout and not self._closed.is_set():
                 silent = {rank for rank, (_, at) in signs_of_life.items() if now - at > self._silence}

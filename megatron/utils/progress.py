@@ -4,8 +4,8 @@ The estimate is made per job: its remaining startup time, plus its remaining wor
 values are used once work has been observed twice, so that startup and work can be separated. Before that, the values of
 other jobs of its kind are used, or of any job. Values of the kind still count for a short time afterwards. Work can be
 in any unit that is comparable within a kind (FLOPs here). An estimate is therefore inaccurate only if speeds differ
-within a kind, and corrects itself when that job runs. If several jobs run at once, the remaining time is divided among
-them.
+within a kind, and corrects itself when that job runs. A job's speed is a median over parts of its work, so one pause
+does not move the estimate. If several jobs run at once, the remaining time is divided among them.
 
 On a terminal this is a progress bar. In a pipe or a log file, plain lines are printed at the start of each job and
 every few seconds, also during long pauses. The control characters of a bar would fill the file.
@@ -15,7 +15,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import TracebackType
 
 from rich.console import Console
@@ -34,6 +35,9 @@ from megatron.utils.formatting import format_duration
 IMPORTING = "importing PyTorch"
 """Message shown while PyTorch is imported, if that takes long."""
 
+MAX_OBSERVATIONS = 17
+"""Observations kept of a job. Every other one is dropped beyond, so that intervals grow and include regular pauses."""
+
 PRIOR_WORK_FRACTION = 0.05
 """Fraction of a job's work after which its own speed counts as much as that of others."""
 
@@ -47,18 +51,36 @@ class WorkItem:
     work: float
     done: float = 0.0
     seconds: float = 0.0  # elapsed so far
-    first: tuple[float, float] | None = None  # done and seconds at the first observed work
+    observations: list[tuple[float, float]] = field(default_factory=list)
+    """Done and seconds at the first observed work and at later points; at most `MAX_OBSERVATIONS`."""
 
     def advance(self, done: float, seconds: float) -> None:
         """Record the work done after a number of seconds."""
         self.done, self.seconds = done, seconds
-        if self.first is None and done > 0:
-            self.first = (done, seconds)
+        if done > 0 and (not self.observations or done > self.observations[-1][0]):
+            self.observations.append((done, seconds))
+            if len(self.observations) > MAX_OBSERVATIONS:
+                del self.observations[1:-1:2]
+        elif len(self.observations) > 1:
+            self.observations[-1] = (self.observations[-1][0], seconds)  # time without progress, such as saving
 
     @property
     def is_measured(self) -> bool:
         """True if work has been observed twice, so that startup and work can be separated."""
-        return self.first is not None and self.done > self.first[0] and self.seconds > self.first[1]
+        return self._speed is not None
+
+    @property
+    def _speed(self) -> float | None:
+        """Median of the speeds between observations, weighted by their work, or None without two observations.
+
+        Unlike a mean, it does not follow a single pause.
+        """
+        intervals = [
+            (done - done_before, seconds - seconds_before)
+            for (done_before, seconds_before), (done, seconds) in pairwise(self.observations)
+            if seconds > seconds_before
+        ]
+        return compute_weighted_median([(done / seconds, done) for done, seconds in intervals]) if intervals else None
 
     @property
     def is_finished(self) -> bool:
@@ -71,10 +93,8 @@ class WorkItem:
         A job that finished before work was observed twice is too short to separate startup from work: all of its time
         counts as work.
         """
-        if self.is_measured:
-            assert self.first is not None
-            done, seconds = self.first
-            speed = (self.done - done) / (self.seconds - seconds)
+        if (speed := self._speed) is not None:
+            done, seconds = self.observations[0]
             return Throughput(max(0.0, seconds - done / speed), speed)
         if self.is_finished and self.done > 0 and self.seconds > 0:
             return Throughput(0.0, self.done / self.seconds)
@@ -150,11 +170,24 @@ def _blend_estimates(job: WorkItem, own: Throughput | None, kind_throughput: Thr
 
     The result is as if `PRIOR_WORK_FRACTION` of its work had run at the kind's speed.
     """
-    if own is None or kind_throughput is None or job.first is None:
+    if own is None or kind_throughput is None or not job.observations:
         return own
-    done, seconds = job.done - job.first[0], job.seconds - job.first[1]
+    done = job.done - job.observations[0][0]
     prior_work = PRIOR_WORK_FRACTION * job.work
-    return Throughput(own.start, (done + prior_work) / (seconds + prior_work / kind_throughput.speed))
+    return Throughput(own.start, (done + prior_work) / (done / own.speed + prior_work / kind_throughput.speed))
+
+
+def compute_weighted_median(values: Sequence[tuple[float, float]]) -> float:
+    """Return the median of values with weights, given as (value, weight): half of the weight is on each side."""
+    ordered = sorted(values)
+    half, below = sum(weight for _, weight in ordered) / 2, 0.0
+    for index, (value, weight) in enumerate(ordered):
+        below += weight
+        if below == half and index + 1 < len(ordered):
+            return (value + ordered[index + 1][0]) / 2
+        if below > half:
+            return value
+    return ordered[-1][0]
 
 
 def build_progress_bar(console: Console, *columns: ProgressColumn) -> Progress:

@@ -4,8 +4,8 @@ From the start of a command to its end, one of three handlers is active:
 
 1. `exit_on_signal` before any work has started: the process exits with a message.
 
-2. `raise_on_signal` while a command runs (inside `raise_on_signals`): an exception ends it, so that child processes
-are stopped and temporary files removed.
+2. `raise_on_signal` while a command runs (inside `convert_signals_to_exceptions`): an exception ends it, so that child
+processes are stopped and temporary files removed.
 
 3. `GracefulStop` during training: the first signal lets the step finish and be saved. A second one is passed to the
 previous handler. A second SIGHUP is ignored, because a hang-up (a closed terminal, a killed parent) may send several.
@@ -79,7 +79,7 @@ def exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def install_exit_handlers() -> None:
-    """Install `exit_on_signal` as the handler, until `raise_on_signals` replaces it."""
+    """Install `exit_on_signal` as the handler, until `convert_signals_to_exceptions` replaces it."""
     for number in HANDLED_SIGNALS:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, exit_on_signal)
@@ -174,7 +174,7 @@ file."""
 
 
 @contextmanager
-def raise_on_signals(replacing: tuple[Any, ...] = ()) -> Iterator[None]:
+def convert_signals_to_exceptions(replacing: tuple[Any, ...] = ()) -> Iterator[None]:
     """Convert signals to exceptions: KeyboardInterrupt for SIGINT, StoppedBySignal for the others.
 
     Args:

@@ -35,7 +35,7 @@ WITHOUT_EFFECT = {
 """Options with which processors start as the identity."""
 
 
-def test_others_have_an_effect_from_the_start() -> None:
+def test_other_processors_have_an_initial_effect() -> None:
     dims = AttentionDims(num_heads=2, head_dim=4, hidden_size=8, train_length=8, max_length=8)
     for name in set(registry.list_processors()) - WITHOUT_EFFECT.keys():
         assert registry.load_processor_class(name)(dims, has_bias=True).has_effect()
@@ -60,7 +60,9 @@ def test_it_keeps_the_loss_and_then_learns(processor, per_layer: bool, corpus, t
 @pytest.mark.parametrize(
     ("options", "place"), [({}, {}), ({"zero_init": True, "residual_bias": False}, {}), ({"zero_init": False}, {})]
 )
-def test_one_with_an_effect_is_refused(options: dict, place: dict, corpus, trained: Path, tmp_path: Path) -> None:
+def test_processors_with_an_initial_effect_are_rejected(
+    options: dict, place: dict, corpus, trained: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=r"trained without one; to add cdape, set .*zero_init: true"):
         finetuned(corpus, tmp_path, trained, score_processor="cdape", score_processor_options=options, **place)
     assert not (tmp_path / "checkpoints").exists()
@@ -87,7 +89,7 @@ def test_a_window_needs_no_weights(corpus: Path, trained: Path, tmp_path: Path) 
     with torch.no_grad():
         own, windowed = load_model(trained), load_model(trained, window=2)
         assert windowed.position.attention_window == 2
-        assert windowed.config == own.config
+        assert windowed.run.config == own.run.config
         assert torch.equal(windowed.model(x)[:, :2], own.model(x)[:, :2])
         assert not torch.equal(windowed.model(x)[:, 2:], own.model(x)[:, 2:])
 
@@ -121,7 +123,7 @@ def test_a_missing_weight_is_still_an_error(corpus: Path, trained: Path, tmp_pat
         finetuned(corpus, tmp_path / "next", run, **zero)
 
 
-def test_the_same_model_written_otherwise_is_the_same(corpus: Path, tmp_path: Path) -> None:
+def test_equivalent_configurations_are_the_same_model(corpus: Path, tmp_path: Path) -> None:
     """Explicit defaults, and options that only affect initialization, do not change the model."""
     keys = {"score_processor": "cdape", "train_iters": 1}
     start = {"zero_init": True, "width": 32}

@@ -83,7 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def apart_by(run: Path, unbroken: Path) -> float:
+def measure_difference(run: Path, unbroken: Path) -> float:
     """Return the largest difference of a loss, gradient norm or weight from the unbroken run, relative to rounding.
 
     Each of four steps moves a weight by at most lr/eps = 1 times its gradient, whose total norm is clipped to 1.
@@ -102,7 +102,7 @@ def apart_by(run: Path, unbroken: Path) -> float:
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_it_resumes_like_a_single_process(runs: Path, one: str, other: str) -> None:
-    assert apart_by(runs / f"{one} to {other}", runs / "unbroken") < 1
+    assert measure_difference(runs / f"{one} to {other}", runs / "unbroken") < 1
 
 
 @pytest.mark.skipif(not ALL, reason="the table is of all pairs")
@@ -111,7 +111,7 @@ def test_table(runs: Path) -> None:
     for one in NAMES:
         print(
             f"| {one} |",
-            " | ".join(f"{apart_by(runs / f'{one} to {other}', runs / 'unbroken'):.4f}" for other in NAMES),
+            " | ".join(f"{measure_difference(runs / f'{one} to {other}', runs / 'unbroken'):.4f}" for other in NAMES),
             "|",
         )
 
@@ -129,4 +129,4 @@ def test_the_moments_matter(runs: Path, tmp_path: Path) -> None:
     content["files"]["states/rank_00000.safetensors"] = asdict(entry)
     listed.write_text(json.dumps(content))
     train(tiny_config(runs / "corpus" / "corpus", tmp_path / "run", load=str(tmp_path / "run"), **MODEL))
-    assert apart_by(tmp_path / "run", runs / "unbroken") > 1
+    assert measure_difference(tmp_path / "run", runs / "unbroken") > 1

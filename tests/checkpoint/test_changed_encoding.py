@@ -48,7 +48,7 @@ def test_rotary_becomes_any_encoding(name: str, corpus: Path, trained: dict[str,
     assert ("fresh: nothing" in output) == (own == [])
     assert all(key in output for key in own)
     assert "dropped: nothing" in output
-    assert load_model(tmp_path / "run").config.position.pos_emb == name
+    assert load_model(tmp_path / "run").run.config.position.pos_emb == name
 
 
 def test_the_rest_of_the_model_stays(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
@@ -87,7 +87,9 @@ def test_another_base_needs_no_weight_and_other_buckets_do(corpus, trained: dict
         assert f"fresh: {own}; dropped: position.bias.value" in output
 
 
-def test_with_a_processor_at_zero_effect_at_once(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+def test_an_encoding_and_a_processor_can_change_together(
+    corpus: Path, trained: dict[str, Path], tmp_path: Path
+) -> None:
     zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}}
     output = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb="kerple_log", pos_emb_per_layer=True, **zero)
     assert "score_processor none → cdape" in output

@@ -65,7 +65,7 @@ def changed(config: Config, key: ConfigKey) -> Config:
     [key for key in list_config_keys().values() if key.policy and key.name not in COMPARED],
     ids=lambda key: key.name,
 )
-def test_a_changed_key_follows_its_role(trained: Config, key: ConfigKey) -> None:
+def test_a_changed_key_follows_its_policy(trained: Config, key: ConfigKey) -> None:
     try:
         notes = plan_resume(changed(trained, key), ALONE).notes
     except UserError as error:

@@ -123,7 +123,7 @@ def test_rolling_back_needs_a_request_and_keeps_everything(trained: Path, run: P
     assert [layout.parse_step(path) for path in layout.list_checkpoints(run)] == [2, 4, 6]
 
 
-def test_a_test_that_was_cut_off_is_made_up_for(corpus: Path, tmp_path: Path) -> None:
+def test_an_interrupted_test_is_repeated(corpus: Path, tmp_path: Path) -> None:
     """A run killed between its last checkpoint and the end of its test repeats the test."""
     keys = {"eval_interval": 4, "test_data_paths": [str(corpus / "test_text_document")]}
     train(tiny_config(corpus, tmp_path, **keys))

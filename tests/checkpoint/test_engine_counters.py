@@ -28,7 +28,7 @@ def without_zero(scale: float) -> SimpleNamespace:
     return SimpleNamespace(loss_scale_config=config)
 
 
-def test_a_moving_loss_scale_comes_back_under_another_stage() -> None:
+def test_a_dynamic_loss_scale_is_restored_under_another_stage() -> None:
     stored = captured(engine(zero(512.0), 7, 2))
     other = engine(without_zero(4096.0))
     EngineCounters(other).load_state_dict({"step": 7, **stored})

@@ -66,9 +66,12 @@ def test_prune_keeps_the_newest_and_rolled_back_checkpoints(tmp_path: Path) -> N
     assert (tmp_path / "checkpoints" / "abandoned" / "0001" / "step_0000006" / "progress.json").is_file()
 
 
-def test_prune_spares_the_steps_that_were_named(tmp_path: Path) -> None:
+def test_prune_keeps_protected_steps(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3, 4, 5)
-    assert [layout.parse_step(path) for path in layout.prune_checkpoints(tmp_path, 1, spare=[2, 5, 9])] == [1, 3]
+    assert [layout.parse_step(path) for path in layout.prune_checkpoints(tmp_path, 1, protected_steps=[2, 5, 9])] == [
+        1,
+        3,
+    ]
     assert steps(tmp_path) == [2, 4, 5]
 
 

@@ -74,7 +74,7 @@ def test_gathered_weights_match_one_process(runs: tuple[Path, list[str | None], 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_same_layout_goes_on_bit_for_bit(runs: tuple[Path, list[str | None], Path], name: str) -> None:
+def test_the_same_layout_resumes_bit_for_bit(runs: tuple[Path, list[str | None], Path], name: str) -> None:
     where, _, _ = runs
     assert losses(where / f"{name}, stopped") == losses(where / name)
     assert same_weights(where / f"{name}, stopped", where / name)

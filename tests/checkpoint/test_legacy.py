@@ -42,14 +42,14 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def going_on(corpus: Path, run: Path, stored: Path = ONE, **keys: object) -> Config:
+def resume_legacy_run(corpus: Path, run: Path, stored: Path = ONE, **keys: object) -> Config:
     keep = load_checkpoint_config(stored).to_flat()
     keep |= {"train_data_paths": [str(corpus / "train_text_document")], "valid_data_paths": []}
     return tiny_config(corpus, run, **keep | {"load": str(run), "save": str(run)} | keys)
 
 
 def test_a_run_of_format_1_resumes_and_writes_the_current_format(run: Path, corpus: Path) -> None:
-    train(going_on(corpus, run))
+    train(resume_legacy_run(corpus, run))
     # bfloat16 rounding: another machine may sum in another order
     assert losses(run) == pytest.approx([NEXT_LOSS[ONE]], rel=2**-7)
     newest = layout.resolve_checkpoint_path(run)
@@ -60,7 +60,7 @@ def test_a_run_of_format_1_resumes_and_writes_the_current_format(run: Path, corp
 def test_a_run_of_format_2_resumes_in_its_layout(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(TWO, run / "checkpoints" / TWO.name)
-    assert train_with_processes(tmp_path / "job", [going_on(corpus, run, TWO)]) == [None]
+    assert train_with_processes(tmp_path / "job", [resume_legacy_run(corpus, run, TWO)]) == [None]
     assert losses(run) == pytest.approx([NEXT_LOSS[TWO]], rel=compute_tolerance(*count_gpt_sums(16, layers=1)))
 
 
@@ -68,7 +68,7 @@ def test_a_run_of_format_2_resumes_in_its_layout(corpus: Path, tmp_path: Path) -
 def test_runs_with_old_names_of_encoding_parameters_resume(stored: Path, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(stored, run / "checkpoints" / stored.name)
-    train(going_on(corpus, run, stored))
+    train(resume_legacy_run(corpus, run, stored))
     tolerance = 2**-7 if stored is ONE_PER_LAYER else compute_tolerance(*count_gpt_sums(8, layers=2))
     assert losses(run) == pytest.approx([NEXT_LOSS[stored]], rel=tolerance)
     weights = load_file(layout.resolve_checkpoint_path(run) / layout.WEIGHTS)
@@ -87,14 +87,14 @@ def test_states_that_cannot_be_resharded_are_rejected(
     run: Path, corpus: Path, keys: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        train(going_on(corpus, run, **keys))
+        train(resume_legacy_run(corpus, run, **keys))
 
 
-def test_another_layout_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_another_layout_is_rejected(corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(TWO, run / "checkpoints" / TWO.name)
     with pytest.raises(UserError, match=r"model_parallel_size: .*was written with 2, but this run has 1"):
-        train(going_on(corpus, run, TWO, model_parallel_size=1, num_gpus=1))
+        train(resume_legacy_run(corpus, run, TWO, model_parallel_size=1, num_gpus=1))
 
 
 def states(checkpoint: Path) -> Path:
@@ -135,7 +135,7 @@ def test_without_checksums_a_failed_load_never_starts_over(run: Path, corpus: Pa
     (checkpoint / "manifest.json").unlink()
     act(checkpoint)
     with pytest.raises(RunError, match=checkpoint.name) as caught:
-        train(going_on(corpus, run))
+        train(resume_legacy_run(corpus, run))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "weights_only" not in str(caught.value)
@@ -145,7 +145,7 @@ def test_without_checksums_a_failed_load_never_starts_over(run: Path, corpus: Pa
 def test_a_complete_checkpoint_without_checksums_is_used_with_a_note(run: Path, corpus: Path) -> None:
     (run / "checkpoints" / ONE.name / "manifest.json").unlink()
     stream = io.StringIO()
-    train(going_on(corpus, run), Console(file=stream, width=250))
+    train(resume_legacy_run(corpus, run), Console(file=stream, width=250))
     assert "step_0000002: has no checksums (written by an earlier version); not verified" in stream.getvalue()
     assert (run / "checkpoints" / layout.format_checkpoint_name(3) / "manifest.json").is_file()
 
@@ -159,5 +159,5 @@ def test_a_pickle_that_would_run_code_is_not_opened(run: Path, corpus: Path, tmp
     (checkpoint / "manifest.json").unlink()
     torch.save({**torch.load(states(checkpoint), weights_only=True), "trap": Trap()}, states(checkpoint))
     with pytest.raises(RunError, match=r"contains more than tensors, numbers and text: _?io\.open; not opened"):
-        train(going_on(corpus, run))
+        train(resume_legacy_run(corpus, run))
     assert not (tmp_path / "trapped").exists()

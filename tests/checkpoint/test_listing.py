@@ -91,7 +91,7 @@ def test_nothing_is_deleted_from_active_runs_or_without_a_complete_checkpoint(
         ((1, 2, 3, 4), 2, (1, 2, 3, 4, 5), "nothing was deleted: only 1 of --keep 2 is undamaged"),
     ],
 )
-def test_only_whole_ones_count(
+def test_damaged_checkpoints_are_not_counted(
     damaged: tuple[int, ...], keep: int, remaining: tuple[int, ...], last: str, run: Path
 ) -> None:
     """A flipped bit is detected although names and sizes are unchanged."""

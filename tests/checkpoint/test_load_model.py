@@ -36,9 +36,9 @@ def test_it_scores_as_it_did_in_training(corpus: Path, tmp_path: Path, stage: in
     shutil.rmtree(run / "states")
     loaded = load_model(tmp_path)
     assert not loaded.model.training
-    assert loaded.trainer_state["step"] == 4
-    assert loaded.config.get_architecture_keys() == config.get_architecture_keys()
-    assert loaded.checkpoint == run
+    assert loaded.run.trainer_state.step == 4
+    assert loaded.run.config.get_architecture_keys() == config.get_architecture_keys()
+    assert loaded.run.checkpoint == run
 
     order = SampleOrder(seed=1234, valid_samples=8)
     held_out = build_datasets(config.data, order, seq_length=16, cache=None, groups=build_single_process_groups()).valid

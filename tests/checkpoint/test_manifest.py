@@ -137,7 +137,7 @@ def test_processes_share_the_work_and_miss_nothing(checkpoint: Path) -> None:
         flip(checkpoint / name, 77)
 
 
-def test_without_a_manifest_the_model_must_be_there(checkpoint: Path) -> None:
+def test_without_a_manifest_the_model_must_exist(checkpoint: Path) -> None:
     """Without a manifest, as in earlier versions, the model file must exist."""
     (checkpoint / "manifest.json").unlink()
     flip(checkpoint / "deepspeed/one.pt", 5)

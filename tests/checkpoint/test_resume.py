@@ -133,7 +133,7 @@ def test_optimizer_options_come_from_the_new_configuration(trained: Path, corpus
         ("activation", "relu", "gelu"),
     ],
 )
-def test_a_changed_model_is_refused_naming_the_field(
+def test_a_changed_model_is_rejected_naming_the_field(
     trained: Path, corpus: Path, tmp_path: Path, key: str, value: object, old: str
 ) -> None:
     with pytest.raises(UserError, match=f"^{key}: this run has {format_value(value)}, but .* was trained with {old}"):

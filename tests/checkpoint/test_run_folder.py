@@ -29,7 +29,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 0.1)
 
 
-def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+def test_a_second_run_is_rejected_until_the_first_has_ended(tmp_path: Path) -> None:
     first = RunLock(tmp_path / "run")
     with pytest.raises(UserError, match="another run is using this folder"):
         RunLock(tmp_path / "run")
@@ -100,7 +100,7 @@ def test_a_run_replaces_generated_files_unless_edited(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["metrics.jsonl", RESOLVED_CONFIG])
 def test_a_folder_with_other_files_is_rejected_for_a_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine: true\n")
-    with pytest.raises(UserError, match=f"save: .* contains {name}, which no run wrote"):
+    with pytest.raises(UserError, match=f"save: .* contains {name}, which was not written by a run"):
         check_no_foreign_run_files(tmp_path, ("metrics.jsonl",))
     (tmp_path / LOCK).touch()  # a run killed before its first checkpoint
     check_no_foreign_run_files(tmp_path, ("metrics.jsonl",))

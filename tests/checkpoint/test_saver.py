@@ -171,7 +171,7 @@ def test_training_continues_while_a_checkpoint_is_written(
         assert all(torch.equal(one[weight], other[weight]) for weight in one)
 
 
-def test_hooks_of_a_caller_hear_of_a_run_and_of_its_saves(corpus: Path, tmp_path: Path) -> None:
+def test_hooks_are_called_for_a_run_and_its_saves(corpus: Path, tmp_path: Path) -> None:
     """A caller's hooks are called for a run and its saves, and do not change the checkpoint."""
     received: list[tuple[Any, ...]] = []
 
@@ -232,7 +232,7 @@ def test_insufficient_memory_is_reported_without_data_loss(
     assert names(tmp_path) == ["step_0000002"]
 
 
-def test_an_optimizer_that_is_not_known_is_refused() -> None:
+def test_unknown_optimizers_are_rejected() -> None:
     class NewOptimizer:
         pass
 

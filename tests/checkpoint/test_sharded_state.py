@@ -62,7 +62,7 @@ def layouts(draw: some.DrawFn) -> tuple[tuple[int, ...], ShardSpec | None, int, 
 
 
 @given(layout=layouts(), cuts=some.lists(some.integers(0, 10**6), max_size=4), data=some.data())
-def test_any_part_is_found(
+def test_any_range_is_found(
     tmp_path_factory: pytest.TempPathFactory,
     layout: tuple[tuple[int, ...], ShardSpec | None, int, int],
     cuts: list[int],

@@ -41,8 +41,8 @@ def test_the_model_of_format_1_is_rebuilt() -> None:
 def test_gated_layers_keep_their_width() -> None:
     """Until format 3, intermediate_size was the width of gated layers itself, or 4 × hidden_size by default."""
     three = load_model(FORMATS / "3" / "step_0000002")  # written by commit bc16b4e: geglu, intermediate_size 12
-    assert three.config.model.intermediate_size == 36
-    assert get_ffn_hidden_size(three.config.model) == 12
+    assert three.run.config.model.intermediate_size == 36
+    assert get_ffn_hidden_size(three.run.config.model) == 12
     assert three.model.state_dict()["decoder.layers.0.mlp.linear_fc2.weight"].shape == (16, 12)
     two = load_checkpoint_config(FORMATS / "2" / "step_0000002").model  # swiglu, no intermediate_size
     assert (two.intermediate_size, get_ffn_hidden_size(two)) == (3 * 64, 64)
@@ -83,7 +83,7 @@ FIVE = FORMATS / "5" / "step_0000002"
 
 def test_cope_of_format_5_computes_as_it_did() -> None:
     loaded = load_model(FIVE)
-    assert loaded.config.position.pos_emb_options == {"positions": 4, "scaled": True}
+    assert loaded.run.config.position.pos_emb_options == {"positions": 4, "scaled": True}
     with torch.no_grad():
         loaded.model.position.vectors.value.mul_(10_000)  # two steps leave the table small
         logits = loaded.model(torch.arange(8)[None])[0, -1, :4]

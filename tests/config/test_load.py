@@ -66,7 +66,7 @@ def test_later_layers_win_and_report_replaced_values(write):
     ]
 
 
-def test_saying_the_same_again_is_not_worth_a_line(write):
+def test_repeating_a_value_is_not_reported(write):
     write(over="num_layers: 2\n")
     assert load_config(["base", "over"]).layers.replacements == []
 
@@ -102,14 +102,14 @@ def test_a_later_alternative_replaces_an_earlier_one(write, first, second, dropp
         ("attention_window: 7", "window_size: [4, 0]", 7, 5),
     ],
 )
-def test_a_later_layer_decides_between_a_key_and_its_name_elsewhere(write, own, foreign, farfield_value, foreign_value):
+def test_the_later_of_a_key_and_its_foreign_name_wins(write, own, foreign, farfield_value, foreign_value):
     write(own=f"train_iters: 100\n{own}", foreign=f"train_iters: 100\n{foreign}")
     path = (own.partition(":")[0],)
     assert load_config(["base", "foreign", "own"]).layers.values[path].value == farfield_value
     assert load_config(["base", "own", "foreign"]).layers.values[path].value == foreign_value
 
 
-def test_replaced_options_replace_nothing(write):
+def test_replaced_keys_exclude_no_others(write):
     """A task excludes texts and the length; a text in a later layer excludes the task and restores the length."""
     write(task="task: copy_string\ntask_length: 8", text="train_data_paths: [a]")
     config = load_config(["base", "task", "text"]).config
@@ -125,17 +125,17 @@ def test_an_empty_value_replaces_nothing(write, value):
 
 
 @pytest.mark.parametrize("key", ["save", "load", "vocab_file", "hostfile"])
-def test_an_empty_path_is_refused(write, key):
+def test_an_empty_path_is_rejected(write, key):
     assert only_problem(["base"], [f'{key}=""']) == f"command line: {key} is empty; give a value, or null for none"
 
 
 @pytest.mark.parametrize("key", ["train_data_paths", "valid_data_paths", "score_processor", "slurm.options"])
-def test_an_empty_item_is_refused(write, key):
+def test_an_empty_item_is_rejected(write, key):
     problem = f"command line: item 2 of {key} is empty; leave it out"
     assert problem in only_problem(["base"], [f'{key}=[none, ""]'])
 
 
-def test_a_name_that_is_not_utf_8_is_refused(write):
+def test_a_name_that_is_not_utf_8_is_rejected(write):
     """A name that is not UTF-8 is rejected, because it cannot be written into configurations or checkpoints."""
     problem = only_problem(["base"], ["save=runs/caf\udce9"])
     assert problem.startswith(r"command line: save: 'runs/caf\udce9' is not valid UTF-8; choose")
@@ -154,7 +154,7 @@ def test_dashes_and_underscores_are_the_same(write):
     assert only_problem(["base", "both"]) == "both.yml:3: seq_length is given twice; see both.yml:1"
 
 
-def test_a_key_in_two_ways_in_one_file(write):
+def test_a_key_written_twice_in_one_file_is_rejected(write):
     write(both="optimizer: {params: {lr: 1e-3}}\noptimizer.params.lr: 1e-2\n")
     assert "optimizer.params.lr is given twice" in only_problem(["base", "both"])
     assert load_config(["base"], ["seed=1", "seed=2"]).config.training.seed == 2
@@ -185,14 +185,14 @@ def test_two_names_of_a_key_on_the_command_line(write, overrides):
     assert only_problem(["base"], overrides) == expected
 
 
-def test_two_names_of_a_key_that_agree(write):
+def test_two_names_of_a_key_may_agree(write):
     write(both="lr: 2e-3\noptimizer: {params: {lr: 0.002}}\npos_emb: nope_dapev2\nscore_processor: cdape\n")
     config = load_config(["base", "both"]).config
     assert (config.optimizer.optimizer.params.lr, config.position.score_processor) == (0.002, "cdape")
     assert load_config(["base", "both"], ["lr=1"]).config.optimizer.optimizer.params.lr == 1  # a later layer wins
 
 
-def test_all_problems_at_once_each_with_its_place(write):
+def test_all_problems_are_reported_with_their_location(write):
     write(bad="num_layrs: 3\nnorm: layrnorm\ntrain_iters: 1e5\nhidden_dropout: 2\nweight_decay: true\n")
     found = problems(["base", "bad"], ["seed=x"])
     assert found[0].startswith("bad.yml:1: unknown key 'num_layrs'; did you mean num_layers")
@@ -215,8 +215,8 @@ def test_all_problems_at_once_each_with_its_place(write):
         ("seed=-1", "it must be at least 0"),
         ("no_weight_tying=1", "it must be true or false"),
         ("no_weight_tying=yes", "it must be true or false"),
-        ("save=3", "it must be text"),
-        ('save="a\\0b"', r"save: value is 'a\x00b'; text cannot contain a null character"),
+        ("save=3", "it must be a string"),
+        ('save="a\\0b"', r"save: value is 'a\x00b'; a string cannot contain a null character"),
         ('train_data_paths=["a\\0b"]', "null character"),
         ("fp16.type=[a]", "fp16.type is ['a']; choose from bfloat16, bf16, fp16, float16"),
         ("fp16.type=banana", "fp16.type is banana; choose from bfloat16, bf16, fp16, float16"),
@@ -256,19 +256,19 @@ def test_errors_name_key_value_and_valid_values(write, override, message):
 
 @pytest.mark.parametrize("key", list_config_keys().values(), ids=lambda key: key.name)
 @pytest.mark.parametrize("value", [str(10**22), str(10**400), "-" + str(10**22), ".inf", "[[a]]", "{a: b}", '"a\\0"'])
-def test_no_value_is_more_than_the_loader_can_refuse(write, key, value):
+def test_every_value_is_accepted_or_rejected_with_user_error(write, key, value):
     """Any value is either accepted or rejected with UserError; other exceptions never occur."""
     with suppress(UserError):
         load_config(["base"], ["device=cpu", f"{key.name}={value}"])
 
 
-def test_every_whole_number_has_an_upper_bound(write):
+def test_every_integer_has_an_upper_bound(write):
     for key in list_config_keys().values():
         if key.field.annotation in (int, int | None):
             assert "it must be at most" in only_problem(["base"], [f"{key.name}={10**22}"]), key.name
 
 
-def test_a_dropped_letter_never_loses_a_key():
+def test_misspelled_keys_are_reported_with_a_suggestion():
     """Every key that misses one letter is reported, and the message suggests the correct key."""
     keys = list_config_keys()
     correct = {}
@@ -326,7 +326,7 @@ def test_names_are_found_without_suffix_and_in_subfolders(write, tmp_path):
     assert load_config(["base.yml"], search=["mine"]).config.training.seed == 5
 
 
-def test_names_that_several_or_no_files_answer_to(write, tmp_path):
+def test_ambiguous_and_unknown_names_are_reported(write, tmp_path):
     for name in ("model", "other"):
         (tmp_path / "configs" / name).mkdir(parents=True)
         (tmp_path / "configs" / name / "tiny.yml").write_text("{}")
@@ -334,7 +334,7 @@ def test_names_that_several_or_no_files_answer_to(write, tmp_path):
     assert "configs/model/tiny.yml, configs/other/tiny.yml" in line
     assert "did you mean 125M" in only_problem(["125N"])
     assert "did you mean" not in only_problem(["nonexist.yml"])
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="no such configuration folder"):
         load_config(["base"], search=["nowhere"])
 
 
@@ -358,7 +358,7 @@ def test_choosing_another_encoding_drops_the_options_of_the_first(write):
     assert late.position.pos_emb_options == {"max_distance": 64}
 
 
-def test_precision_has_one_truth(write):
+def test_precision_switches_agree_with_the_precision_key(write):
     write(
         half="fp16: {enabled: true, loss_scale: 0}\n",
         brain="bf16: {enabled: true}\n",
@@ -383,14 +383,14 @@ def test_precision_has_one_truth(write):
     assert "true or false" in only_problem(["base"], ["fp16.enabled=maybe"])
 
 
-def test_a_pipe_is_no_configuration(tmp_path):
+def test_a_pipe_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", "/dev/null", "/dev/zero"):
         with pytest.raises(UserError, match=rf"^{path}: is a pipe or a device; expected a file$"):
             load_config([path])
 
 
-def test_a_folder_is_no_configuration(tmp_path):
+def test_a_folder_is_rejected(tmp_path):
     with pytest.raises(UserError, match=rf"^{tmp_path}: is a folder; give a configuration file in it"):
         load_config([tmp_path])
 

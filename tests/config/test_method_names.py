@@ -8,12 +8,12 @@ from megatron.position import catalog, registry
 from megatron.utils.errors import UserError
 
 
-def test_names_are_the_registrys():
+def test_names_match_the_registry():
     assert catalog.list_encodings() == registry.list_encodings()
     assert method_names.list_processor_values() == ["none", *registry.list_processors()]
 
 
-def test_options_are_the_registrys():
+def test_options_match_the_registry():
     for name in catalog.list_encodings():
         assert set(method_names.list_encoding_options(name)) == set(registry.load_encoding_class(name).options()), name
     for name in method_names.list_processor_values():
@@ -24,7 +24,7 @@ def test_options_are_the_registrys():
         assert set(method_names.list_temperature_options(name)) == known, name
 
 
-def test_other_names_are_of_our_methods_and_of_one_each():
+def test_each_other_name_belongs_to_one_method():
     ours = {*registry.list_encodings(), *registry.list_processors(), *registry.list_temperatures()}
     every = [name for method in ours for name in method_names.list_other_names(method)]
     assert len(every) > 20
@@ -54,7 +54,7 @@ SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=2", "seq_length=
 
 
 @pytest.mark.parametrize(("name", "key", "ours"), FIELD)
-def test_names_of_the_field_lead_to_ours(name, key, ours):
+def test_common_names_are_resolved(name, key, ours):
     assert method_names.find_method(name) == (key, ours)
     with pytest.raises(UserError, match=rf"{key}: no method is called '{name}'; it is '{ours}' here$"):
         load_config([], [*SHAPE, f"{key}={name}"])
@@ -79,7 +79,7 @@ def test_names_of_other_projects_are_reported_with_the_file():
     assert rows == {"pos_emb: kerple_capev2": meaning}
 
 
-def test_no_name_is_made_up():
+def test_unknown_names_are_not_resolved():
     assert method_names.find_method("rotory") is None
     assert method_names.find_method("") is None
     with pytest.raises(UserError, match=r"pos_emb: xpos is not supported; .*rotary"):

@@ -144,7 +144,7 @@ def test_a_key_of_dapes_fire_implies_separate_layers_by_default(read) -> None:
     assert (kerple.position.pos_emb_per_layer, kerple.optimizer.decay_positions) == (False, False)
 
 
-def test_options_of_methods_reach_the_method_chosen_in_the_end(read):
+def test_options_apply_to_the_final_method(read):
     base = {**SMALL, "pos-emb": "rotary", "rotary_pct": 0.25, "rotary_emb_base": 500, "rpe_num_buckets": 16}
     assert read(base).config.position.pos_emb_options == {"fraction": 0.25, "base": 500}
     t5 = read(base, {"pos_emb": "rpe"})
@@ -157,7 +157,7 @@ def test_options_of_methods_reach_the_method_chosen_in_the_end(read):
     assert any("rotary_pct has no effect: pos_emb is t5" in note for note in t5.notes)
 
 
-def test_of_our_name_and_theirs_the_later_counts(read):
+def test_the_later_of_our_name_and_a_foreign_one_wins(read):
     theirs, ours = {**SMALL, "pos_emb": "rotary", "rotary_pct": 0.5}, {"pos_emb_options": {"fraction": 0.25}}
     assert read(theirs, ours).config.position.pos_emb_options == {"fraction": 0.25}
     later = read({**SMALL, "pos_emb": "rotary", **ours}, {"rotary_pct": 0.5})
@@ -201,7 +201,7 @@ def test_other_names(read, theirs, key, value):
     assert read({**SMALL, **theirs}).config.to_flat()[key] == value
 
 
-def test_a_schedule_by_megatrons_and_open_pull_requests_names(read):
+def test_schedules_by_names_of_megatron_and_pull_requests(read):
     """Schedules use the names of Megatron-LM (--lr-decay-style etc.) and of GPT-NeoX's pull requests.
 
     #1375 decays by a cosine, and #1194 cools down by one.
@@ -294,7 +294,7 @@ def test_rejected_keys_name_the_replacement(read, theirs, message):
         {"recompute_granularity": None, "recompute_num_layers": None, "recompute_modules": None},
     ],
 )
-def test_values_that_ask_for_nothing_are_fine(read, theirs):
+def test_values_that_disable_a_feature_are_accepted(read, theirs):
     assert read({**SMALL, **theirs}).config == read(SMALL).config
 
 
@@ -323,7 +323,7 @@ def test_all_spellings_of_document_masking(read):
         read({**SMALL, **both, "attention_mask": "causal"})
 
 
-def test_their_switches_of_profiles_are_our_steps(read):
+def test_profile_switches_become_steps(read):
     """GPT-NeoX's profiler starts after step profile_step_start."""
     steps = {"profile_step_start": 4, "profile_step_stop": 6}
     logging = read({**SMALL, "profile": True, "memory_profiling": True, **steps}).config.logging
@@ -381,7 +381,7 @@ def test_layer_patterns_match_megatron(overrides, encodings, windows) -> None:
         (["no_rope_freq=[0,1]"], "no_rope_freq has 2 entries; num_layers is 12"),
         (["no_rope_freq=true"], "no_rope_freq is true; it must be a whole number of layers"),
         ([f"no_rope_freq={[2] * 12}"], "a list must contain 0 or 1 for each layer"),
-        (["pos_emb=alibi", "no_rope_freq=4"], "no_rope_freq is for pos_emb rotary; it is alibi"),
+        (["pos_emb=alibi", "no_rope_freq=4"], "no_rope_freq applies to pos_emb rotary, but it is alibi"),
         (["pos_emb=[rotary,none]", "no_rope_freq=4"], "no_rope_freq contradicts pos_emb"),
         (["window_size=[4,4]"], "window_size is [4, 4]; it must be [keys before a token, 0]"),
         (["window_size=[4,0]", "attention_window=5"], "window_size contradicts attention_window"),
@@ -445,7 +445,7 @@ def test_every_other_name_of_a_position_method_is_understood_and_logged(alias: s
         registry.build_processor(processor, built.dims, has_bias=built.adds_bias)
 
 
-def test_fire_under_a_processor_of_dapes_has_the_activation_that_it_has_there() -> None:
+def test_fire_with_a_dape_processor_uses_its_activation() -> None:
     """FIRE in DAPE's FIRE_C and FIRE_DAPEV2 uses LeakyReLU in its own network; in DAPE's FIRE it uses ReLU."""
     for alias in ("fire_c", "fire_dapev2", "fire_capev2"):
         assert load_config(["125M"], [f"pos_emb={alias}"]).config.position.pos_emb_options == {
@@ -501,7 +501,7 @@ def test_a_gated_layer_has_the_width_of_gpt_neox(read, keys: dict[str, int], wid
     assert get_ffn_hidden_size(plain) == 96
 
 
-def test_a_gated_layer_without_a_width_is_refused(read) -> None:
+def test_a_gated_layer_without_a_width_is_rejected(read) -> None:
     with pytest.raises(UserError, match=r"intermediate_size 2 leaves no width with activation geglu.*at least 3"):
         read({**SMALL, "activation": "geglu", "intermediate_size": 2})
     with pytest.raises(UserError, match="a third of intermediate_size, 3 is not divisible by model_parallel_size 2"):
@@ -521,7 +521,7 @@ def test_embedding_rows_are_padded_to_a_multiple_of_the_ranks(read) -> None:
     )
 
 
-def test_a_window_of_theirs_leaves_out_the_token_itself(read) -> None:
+def test_foreign_windows_exclude_the_token_itself(read) -> None:
     assert read({**SMALL, "sliding_window_width": 5}).config.position.attention_window == 6
 
 
@@ -538,7 +538,7 @@ def test_a_window_of_theirs_leaves_out_the_token_itself(read) -> None:
         (3, "deepspeed_extra_args: is 3; it must be a mapping"),
     ],
 )
-def test_sections_for_deepspeed_pass_if_they_ask_for_nothing(read, value: Any, problem: str | None) -> None:
+def test_deepspeed_sections_without_effect_are_accepted(read, value: Any, problem: str | None) -> None:
     keys = {**SMALL, "deepspeed_extra_args": value}
     if problem is None:
         assert any("deepspeed_extra_args has no effect" in note for note in read(keys).notes)
@@ -560,7 +560,7 @@ def load_null(folder: Path, values: dict[str, Any]) -> str | None:
     return None
 
 
-def test_a_null_that_a_key_cannot_have_is_named_with_its_line(tmp_path: Path) -> None:
+def test_invalid_null_keys_are_reported_with_their_line(tmp_path: Path) -> None:
     """Every key set to null either has a meaning or gives a one-line error with its line number."""
     refused = 0
     for path in list_config_keys():
@@ -579,7 +579,7 @@ def test_a_null_that_a_key_cannot_have_is_named_with_its_line(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("key", ["pos_emb", "score_processor", "attention_temperature"])
-def test_a_null_that_an_option_cannot_have_is_named_with_its_line(tmp_path: Path, key: str) -> None:
+def test_invalid_null_options_are_reported_with_their_line(tmp_path: Path, key: str) -> None:
     list_methods, read_facts = {
         "pos_emb": (catalog.list_encodings, catalog.read_encoding_facts),
         "score_processor": (catalog.list_processors, catalog.read_processor_facts),

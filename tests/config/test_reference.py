@@ -69,7 +69,7 @@ def test_page_has_notes_on_some_keys():
     assert rows("model")["num_layers"][3] == "architecture"
     assert rows("model")["seq_length"][3] == "context"
     assert rows("data")["data_cache"][3] == "machine"
-    assert rows("data")["split"][:3] == ["`split`", "969,30,1", "text"]
+    assert rows("data")["split"][:3] == ["`split`", "969,30,1", "string"]
     assert rows("data")["num_workers"][:3] == ["`num_workers`", "0", "integer"]
     assert rows("launch")["num_gpus"][2] == "integer or null"
     assert rows("optimizer")["optimizer.params.lr"][2] == "number"

@@ -83,7 +83,7 @@ def test_numbers_are_finite() -> None:
         small("pos_emb=rotary", "pos_emb_options.base=.nan")
 
 
-def test_a_copy_with_other_keys_is_as_if_they_had_been_given() -> None:
+def test_a_copy_with_replaced_keys_equals_a_new_configuration() -> None:
     """A copy with replaced keys equals a configuration built with them; unaffected sections are shared."""
     given = ("pos_emb=rotary", "pos_emb_options={fraction: 0.5}")
     config = small(*given)
@@ -116,13 +116,13 @@ def test_saved_configuration_reloads_to_an_equal_one(tmp_path: Path):
     assert read_config(path) == settled
 
 
-def test_saving_to_a_place_that_cannot_be_written(tmp_path: Path):
+def test_saving_without_permission_is_reported(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         small().save(tmp_path / "file" / "config.yml")
 
 
-def test_saved_file_is_readable_by_whom_the_umask_allows(tmp_path: Path):
+def test_saved_files_respect_the_umask(tmp_path: Path):
     old = os.umask(0o022)
     try:
         small().save(tmp_path / "config.yml")
@@ -178,7 +178,7 @@ def test_no_section_has_a_secret():
         )
 
 
-def test_every_leaf_has_one_role():
+def test_every_key_has_one_policy():
     config = small()
     of_policies = [config.get_keys_by_policy(policy) for policy in get_args(ChangePolicy)]
     assert sorted(name for found in of_policies for name in found) == sorted(
@@ -201,7 +201,7 @@ def test_training_digest_does_not_depend_on_the_machine(change):
     )
 
 
-def test_the_digest_of_a_training_is_that_of_all_its_seeds():
+def test_the_training_digest_is_the_same_for_all_seeds():
     assert small("seed=7", "save=x").compute_training_digest() == small("seed=8").compute_training_digest()
     assert small().compute_training_digest(origin=None) == small().compute_training_digest()
     assert small().compute_training_digest(origin="a") != small().compute_training_digest(origin="b")

@@ -111,7 +111,7 @@ def test_parameter_counts(name):
     assert by_shapes(load_config([name]).config) == PARAMETERS[name]
 
 
-def test_parameter_counts_are_the_models():
+def test_parameter_counts_match_the_models():
     """The formula matches every model file, built on torch's meta device."""
     assert {path.stem for path in MODELS} == set(PARAMETERS)
     for name in PARAMETERS:

@@ -72,7 +72,7 @@ def test_a_stage_can_set_its_batch_size() -> None:
         ("[{until: 9}, {attention_backend: triton, pos_emb_options.bass: 1}]", "has no option 'bass'"),
     ],
 )  # fmt: skip
-def test_refused(stages: str, message: str) -> None:
+def test_rejected(stages: str, message: str) -> None:
     assert message in problem(f"stages={stages}")
 
 
@@ -88,12 +88,12 @@ def test_refused(stages: str, message: str) -> None:
         ),
     ],
 )
-def test_refused_with_other_keys(overrides: list[str], message: str) -> None:
+def test_rejected_with_other_keys(overrides: list[str], message: str) -> None:
     length = 12 if "seq_length=24" in overrides else 32
     assert message in problem(f"stages=[{{until: 9}}, {{seq_length: {length}}}]", *overrides)
 
 
-def test_options_that_parameters_were_trained_with_stay() -> None:
+def test_options_of_encodings_with_parameters_cannot_change() -> None:
     text = problem("pos_emb=kerple_log", "stages=[{until: 9}, {pos_emb_options.r1_start: 3.0}]")
     assert "stage 2: pos_emb_options: kerple_log has parameters that depend on its options" in text
     load_config([], [*SMALL, "pos_emb=learned", "max_position_embeddings=32", "stages=[{until: 9}, {seq_length: 32}]"])

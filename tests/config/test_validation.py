@@ -69,7 +69,7 @@ def problem(*overrides: str) -> str:
         ),
     ],
 )
-def test_refused(overrides, message):
+def test_rejected(overrides, message):
     line = problem(*overrides)
     assert message in line
     assert line.startswith("command line: ")
@@ -90,12 +90,12 @@ def test_refused(overrides, message):
         ["distributed_backend=nccl", "device=cpu"],  # stock files say nccl; the launcher uses gloo and reports it
     ],
 )
-def test_fine(overrides):
+def test_accepted(overrides):
     load_config([], [*SMALL, *overrides])
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.sampled_from(["micro", "steps", "batch"]))
-def test_of_two_batch_sizes_the_third_follows(micro, steps, ranks, hidden):
+def test_two_batch_sizes_determine_the_third(micro, steps, ranks, hidden):
     given = {
         "micro": f"train_micro_batch_size_per_gpu={micro}",
         "steps": f"gradient_accumulation_steps={steps}",
@@ -126,7 +126,7 @@ def test_resolved_batch_is_stable_and_another_number_of_ranks_is_rejected():
         resolve_batch_size(config, 3)
 
 
-def test_a_conflict_in_a_stage_is_of_the_stages(tmp_path):
+def test_a_conflict_in_a_stage_blames_the_stages(tmp_path):
     lines = [line.replace("=", ": ") for line in SMALL]
     text = [*lines, "pos_emb: learned", "max_position_embeddings: 32", "stages: [{until: 2}, {seq_length: 64}]"]
     (tmp_path / "run.yml").write_text("\n".join(text))
@@ -142,7 +142,7 @@ def test_a_conflict_in_a_stage_is_of_the_stages(tmp_path):
         (("small",), ["num_attention_heads=5"], "line: hidden_size 24 is not divisible by num_attention_heads 5"),
     ],
 )
-def test_a_conflict_is_of_the_key_that_was_set_last(tmp_path, files, overrides, message):
+def test_a_conflict_blames_the_key_set_last(tmp_path, files, overrides, message):
     (tmp_path / "small.yml").write_text("\n".join(SMALL).replace("=", ": "))
     (tmp_path / "wide.yml").write_text("hidden_size: 25\n")
     with pytest.raises(UserError, match=message):
@@ -193,7 +193,7 @@ OFFLOADED = ("zero_optimization.stage=1", "zero_optimization.offload_optimizer.d
         (("model_parallel_size=2", "num_gpus=3"), "does not divide the 3 processes (num_gpus); use 2 or 4"),
     ],
 )
-def test_a_layout_that_does_not_divide_is_refused_with_the_nearest_that_does(overrides: tuple[str, ...], message: str):
+def test_indivisible_layouts_are_rejected_with_the_nearest_valid_one(overrides: tuple[str, ...], message: str):
     assert message in problem(*FOUR_LAYERS, *overrides)
 
 

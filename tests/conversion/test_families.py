@@ -132,7 +132,10 @@ def test_transformers_loads_exports(name: str, tmp_path: Path) -> None:
 
     family, config, stored = read(name)
     (tmp_path / "config.json").write_text(json.dumps(family.to_hf_config(config, ROWS)))
-    wanted, model = model_of(name), AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    wanted = model_of(name)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(tmp_path), attn_implementation=wanted.config._attn_implementation
+    )
     model.load_state_dict(wanted.state_dict())
     tokens = torch.randint(ROWS, (2, 20))
     with torch.no_grad():

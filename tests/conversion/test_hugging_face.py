@@ -8,6 +8,7 @@ import pytest
 import torch
 from full_disk import full_disk
 from published import (
+    IS_4,
     LAYERS,
     LENGTH,
     MODELS,
@@ -44,8 +45,8 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
     theirs = written(name, tmp_path / "source")
     loaded = load_model(imported(tmp_path / "source"))
     assert loaded.verified
-    assert loaded.config.model.seq_length == LENGTH
-    assert loaded.trainer_state["vocabulary"]["size"] == TOKENS
+    assert loaded.run.config.model.seq_length == LENGTH
+    assert loaded.run.trainer_state.vocabulary["size"] == TOKENS
     tokens = torch.randint(ROWS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = loaded.model(tokens)
@@ -67,7 +68,10 @@ def test_rope_of_the_evaluation_is_the_scaling_that_transformers_has(
     rope: str, parameters: dict[str, Any], tmp_path: Path
 ) -> None:
     theirs = written("llama", tmp_path / "source")
-    theirs.config.rope_parameters = {"rope_theta": 1e4, **parameters}
+    if IS_4:
+        theirs.config.rope_scaling = parameters
+    else:
+        theirs.config.rope_parameters = {"rope_theta": 1e4, **parameters}
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
     run = imported(tmp_path / "source")
     plain, ours = load_model(run).model, load_model(run, rope=rope).model
@@ -236,6 +240,8 @@ def test_unsupported_parameters_are_rejected_by_name(
         (source / path.name).symlink_to(path)
     values = json.loads((source / "config.json").read_text())
     (source / "config.json").unlink()
+    if "rope_parameters" in change:
+        values.pop("rope_scaling", None)  # of transformers 4; takes precedence
     (source / "config.json").write_text(json.dumps({**values, **change}))
     with pytest.raises((UserError, RunError), match=message) as caught:
         imported(source)

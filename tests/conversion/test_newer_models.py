@@ -9,6 +9,7 @@ import torch
 import transformers
 from published import (
     FULL,
+    IS_4,
     LLAMA3,
     LOCAL,
     LONGROPE,
@@ -124,7 +125,7 @@ def test_a_training_step_of_an_import_is_exported(family: str, tmp_path: Path) -
     with torch.no_grad():
         for parameter in (*theirs.parameters(), *model.parameters()):
             parameter -= 0.05 * parameter.grad
-    stepped = write_run(tmp_path / "stepped", loaded.config, model)
+    stepped = write_run(tmp_path / "stepped", loaded.run.config, model)
     target = export_model(stepped, tmp_path / "native", native=True, log=lambda line: None)
     again = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
     expected = logits_of(theirs.eval(), tokens)
@@ -135,6 +136,8 @@ def test_a_training_step_of_an_import_is_exported(family: str, tmp_path: Path) -
 @pytest.mark.parametrize("model_type", sorted(HF_FAMILIES.keys() - {"gpt_neox", "gpt2", "opt"}))
 def test_missing_keys_have_the_defaults_of_transformers(model_type: str) -> None:
     """Published files may omit keys that have the default value of their family."""
+    if IS_4 and model_type in ("cohere", "olmo3"):
+        pytest.skip("transformers 5 raised this family's default base from 10,000 to 500,000")
     family = HF_FAMILIES[model_type]
     complete = transformers.CONFIG_MAPPING[model_type]().to_dict()
     keys, defaults = (

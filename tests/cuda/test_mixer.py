@@ -20,13 +20,13 @@ MAX_STACK_BYTES = 512
 PROGRAM = """
 import os
 import torch
-from megatron.kernels.cdape_attention import driver, gated_op, mixer, op
+from megatron.kernels.cdape_attention import driver, gated_op, mixer, mixer_chunks, op
 from megatron.kernels.cdape_attention.args import CdapeArgs
 
 launched = []
-launch = driver.launch_kernel
-driver.launch_kernel = lambda kernel, *rest: (launched.append(kernel.name), launch(kernel, *rest))
-gated_op.launch_kernel = driver.launch_kernel
+launch = mixer_chunks.launch_kernel
+mixer_chunks.launch_kernel = lambda kernel, *rest: (launched.append(kernel.name), launch(kernel, *rest))
+gated_op.launch_kernel = mixer_chunks.launch_kernel
 
 
 def draw(*sizes, dtype=torch.float32):
@@ -149,12 +149,7 @@ FORWARD, BACKWARD = "Forward", "LogitGradient,Backward,Backward"
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 def test_the_operator_launches_them_where_they_fit(gpu: str) -> None:
     two_chunks, one_chunk = f"{FORWARD},{FORWARD},{BACKWARD},{BACKWARD}", f"{FORWARD},{BACKWARD}"
-    command = [sys.executable, "-m", "megatron.rehearsal.null_device", "--gpu", gpu, "-c", PROGRAM]
-    inherited = {name: text for name, text in os.environ.items() if not name.startswith("FARFIELD_NULL_DEVICE")}
-    environment = {**inherited, "LD_PRELOAD": "", "PYTHONPATH": ""}
-    environment.pop(VARIABLE, None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed = run_on_null_device(gpu, PROGRAM)
     # Logits alone with 17 heads or a wide processor; none with two of these or odd columns in a chunk, with
     # heads of 72, where the environment forbids them, or where blocks are too few for the device. Stars are kernels for
     # windows and documents, which a chunk does not need whose rows see all columns.
@@ -166,4 +161,63 @@ def test_the_operator_launches_them_where_they_fit(gpu: str) -> None:
     # Gates have no other kernels, so that they take these also where their blocks are few, and in a window alike for
     # all chunks.
     expected += [two_chunks, documents]
-    assert done.stdout.split() == expected
+    assert printed == expected
+
+
+def run_on_null_device(gpu: str, program: str) -> list[str]:
+    """Return the words that a program prints in a process of its own."""
+    command = [sys.executable, "-m", "megatron.rehearsal.null_device", "--gpu", gpu, "-c", program]
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith("FARFIELD_NULL_DEVICE")}
+    environment = {**inherited, "LD_PRELOAD": "", "PYTHONPATH": ""}
+    environment.pop(VARIABLE, None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()
+
+
+LAUNCHES = """
+import os
+import torch
+from megatron.kernels.cdape_attention import op
+from megatron.kernels.cdape_attention.args import CdapeArgs
+from megatron.kernels.cdape_attention.layer_terms import compute_layer_terms
+from megatron.rehearsal.null_device.recorder import read_counters
+
+HEADS, BATCH, LENGTH, WIDTH = 16, 32, 512, 32
+
+
+def draw(*sizes, dtype=torch.bfloat16):
+    return torch.randn(*sizes, device="cuda", dtype=dtype).requires_grad_()
+
+
+def count(layers):
+    # Kernels and all launches of each pass of layers with terms in common.
+    weights = [(draw(WIDTH, 2 * HEADS, 1, 3), draw(WIDTH), draw(HEADS, WIDTH, 1, 3), draw(HEADS)) for _ in layers]
+    biases = draw(len(layers), HEADS, LENGTH, dtype=torch.float32).unbind()
+    heads = [[draw(BATCH, HEADS, LENGTH, 64) for _ in range(3)] for _ in layers]
+    before = read_counters()
+    terms = compute_layer_terms(
+        biases, weights, rows=LENGTH, offset=0, window=None, dtype=torch.bfloat16, residual_bias=True
+    )
+    outputs = [
+        op.cdape_attention(CdapeArgs(*heads[i], biases[i], *weights[i]), terms=terms[i]) for i in layers
+    ]
+    forward = read_counters()
+    torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+    done = read_counters()
+    return [count for passed in (forward - before, done - forward) for count in (passed.triton, passed.all_launches)]
+
+
+count(range(2))  # builds what later calls share
+few, many = count(range(2)), count(range(6))
+print(*((after - before) / 4 for before, after in zip(few, many)), flush=True)
+os._exit(0)  # autograd's threads may be in the way of an orderly end
+"""
+
+
+@pytest.mark.slow
+def test_a_layer_launches_nine_operations() -> None:
+    """A layer launches two kernels and a product forward, six kernels backward, and hardly any other operation."""
+    kernels_forward, forward, kernels_backward, backward = map(float, run_on_null_device("h200", LAUNCHES))
+    assert (kernels_forward, forward, kernels_backward) == (2, 3, 6)
+    assert 6 <= backward < 7  # what layers share grows a little with their number

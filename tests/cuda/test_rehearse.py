@@ -32,10 +32,10 @@ def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_small(*keys: str, gpus: int, gib: float | None = None, **options: object) -> RehearsalReport:
     config = load_config(["125M", "kerple_log"], [*SMALL, *keys]).config
-    card = get_gpu_model("h100")
-    card = card if gib is None else replace(card, memory=int(gib * 2**30))
+    gpu = get_gpu_model("h100")
+    gpu = gpu if gib is None else replace(gpu, memory=int(gib * 2**30))
     run = plan_rehearsal(config, gpus, None, vocab_size=1000)
-    rehearsal: Rehearsal = rehearse(run, card, "roles", **options)  # type: ignore[arg-type]
+    rehearsal: Rehearsal = rehearse(run, gpu, "roles", **options)  # type: ignore[arg-type]
     return RehearsalReport(rehearsal, network_gb_per_s=25, mfu=0.45)
 
 
@@ -75,7 +75,7 @@ def test_a_rank_that_skips_a_sum_is_named_with_its_group_and_line() -> None:
     assert not report.rehearsal.resume_traces
 
 
-def test_a_card_that_is_too_small_is_named_with_the_operation() -> None:
+def test_out_of_memory_names_the_operation() -> None:
     report = run_small("precision=fp32", "train_micro_batch_size_per_gpu=8", gpus=1, gib=0.1)
     assert (report.verdict, report.exit_code) == ("out of memory", 1)
     ((action, rank, error),) = report.rehearsal.find_errors()

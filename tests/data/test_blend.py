@@ -79,9 +79,9 @@ def test_of_two_corpora_with_alpha_one_each_is_half(one: int, other: int) -> Non
 
 def test_an_invalid_name_is_reported_in_one_line() -> None:
     for keys, message in (
-        ({"train_data_paths": ["a", 3]}, "item 2 of train_data_paths is 3; it must be text or a list of texts"),
-        ({"train_data_paths": [["a", 3]]}, r"item 1 of train_data_paths is \['a', 3\]; it must be text"),
-        ({"data_path": 3}, "data_path is 3; it must be text or a list of texts"),
+        ({"train_data_paths": ["a", 3]}, "item 2 of train_data_paths is 3; it must be a string or a list of strings"),
+        ({"train_data_paths": [["a", 3]]}, r"item 1 of train_data_paths is \['a', 3\]; it must be a string"),
+        ({"data_path": 3}, "data_path is 3; it must be a string or a list of strings"),
     ):
         with pytest.raises(UserError, match=message):
             parse_section(DataOptions, keys)

@@ -29,7 +29,7 @@ def machine(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_gpus_are_files(machine):
+def test_gpus_are_counted_by_device_files(machine):
     assert hardware.count_gpus() == 0
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-caps", "dri"):
         (machine / "dev" / name).touch()

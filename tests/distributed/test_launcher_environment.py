@@ -90,7 +90,7 @@ def test_a_process_of_mpirun_knows_its_rank() -> None:
     assert (started.rank_info, started.address) == (RankInfo(3, 4, 1, 2), "10.0.0.7")
 
 
-def test_one_process_may_start_others() -> None:
+def test_a_single_launched_process_is_not_a_rank() -> None:
     alone = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
     assert read_launcher_environment({**SRUN, **alone, "SLURM_STEP_TASKS_PER_NODE": "1"}) is None
 
@@ -134,7 +134,7 @@ def test_the_innermost_launcher_counts() -> None:
         ),
     ],
 )
-def test_half_of_it_and_contradictions_are_refused(
+def test_incomplete_and_contradictory_variables_are_rejected(
     variables: dict[str, str], changes: dict[str, str | None], message: str
 ) -> None:
     environment = {name: value for name, value in {**variables, **changes}.items() if value is not None}
@@ -155,7 +155,7 @@ def test_half_of_it_and_contradictions_are_refused(
         ("localhost,n2", "localhost"),
     ],
 )
-def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
+def test_first_host_of_slurms_list(hosts: str, first: str) -> None:
     assert get_first_hostname(hosts) == first
 
 

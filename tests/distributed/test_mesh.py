@@ -57,7 +57,7 @@ def test_groups_differ_in_their_dimensions_alone(sizes: ParallelSizes, dimension
 
 
 @given(meshes, chosen)
-def test_groups_are_megatron_cores(sizes: ParallelSizes, dimensions: tuple) -> None:
+def test_groups_match_megatron_core(sizes: ParallelSizes, dimensions: tuple) -> None:
     core = parallel_state.RankGenerator(
         tp=sizes.tensor, ep=1, dp=sizes.data, pp=sizes.pipeline, cp=sizes.context, order="tp-cp-ep-dp-pp"
     )
@@ -120,7 +120,7 @@ def test_an_uneven_division(stage: int, expected: list[int]) -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 20))
-def test_ranks_together_hold_every_place_once_and_share_the_work(ranks: int, size: int) -> None:
+def test_chunks_cover_each_position_once_with_equal_work(ranks: int, size: int) -> None:
     length = 2 * ranks * size
     places = [
         [place for start, n in list_context_chunks(length, Axis(rank, ranks)) for place in range(start, start + n)]
@@ -134,7 +134,7 @@ def test_ranks_together_hold_every_place_once_and_share_the_work(ranks: int, siz
     )
 
 
-def test_a_length_that_does_not_divide_is_refused() -> None:
+def test_indivisible_lengths_are_rejected() -> None:
     assert list_context_chunks(7, Axis()) == ((0, 7),)
     with pytest.raises(ValueError, match="a sequence of 12 tokens is not divisible into 8 chunks"):
         list_context_chunks(12, Axis(0, 4))

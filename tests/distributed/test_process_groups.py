@@ -26,7 +26,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize("number", range(len(MESHES)), ids=[str(mesh) for mesh in MESHES])
-def test_groups_are_the_meshs(four: list[list[dict[str, Any]]], number: int) -> None:
+def test_groups_match_the_mesh(four: list[list[dict[str, Any]]], number: int) -> None:
     for rank in range(4):
         found = four[rank][number]
         for name, (ours, theirs) in found["groups"].items():
@@ -34,7 +34,7 @@ def test_groups_are_the_meshs(four: list[list[dict[str, Any]]], number: int) -> 
 
 
 @pytest.mark.parametrize("number", range(len(MESHES)), ids=[str(mesh) for mesh in MESHES])
-def test_all_hear_the_same(four: list[list[dict[str, Any]]], number: int) -> None:
+def test_all_ranks_get_the_same_results(four: list[list[dict[str, Any]]], number: int) -> None:
     sizes = ParallelSizes(**MESHES[number])
     shares = sizes.data * sizes.context
     for found in (each[number] for each in four):
@@ -49,7 +49,7 @@ def test_all_hear_the_same(four: list[list[dict[str, Any]]], number: int) -> Non
         )
 
 
-def test_one_process_agrees_with_itself() -> None:
+def test_collectives_of_a_single_process() -> None:
     processes = build_single_process_groups()
     assert processes == ProcessGroups() == build_single_process_groups()
     assert processes.is_main
@@ -61,7 +61,7 @@ def test_one_process_agrees_with_itself() -> None:
     assert processes.group("tensor").size() == 1
 
 
-def test_joining_others_after_the_fact_is_refused() -> None:
+def test_joining_an_existing_group_is_rejected() -> None:
     build_single_process_groups()
     with pytest.raises(RunError, match="WORLD_SIZE is 2, but this process is already in a group of 1"):
         init_distributed(RankInfo(0, 2), ParallelSizes(data=2), device="cpu", backend="gloo")

@@ -29,7 +29,7 @@ def test_consecutive_seeds_share_no_dropout_mask_on_any_rank() -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_seeding_is_torchs() -> None:
+def test_seeding_matches_torch() -> None:
     build_single_process_groups()
     rng.seed_torch(5)
     ours = torch.rand(3)

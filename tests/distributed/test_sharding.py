@@ -20,7 +20,7 @@ from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 
 
-def test_a_layers_matrices_are_divided_and_the_rest_is_held_by_all() -> None:
+def test_matrices_are_sharded_and_other_parameters_replicated() -> None:
     options = ModelOptions(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8)
     gpt = build_model(options, PositionOptions(pos_emb="kerple_log", score_processor="cdape"), 61, seed=1)
     held = {name for name, parameter in gpt.named_parameters() if get_shard_spec(parameter) is None}

@@ -58,7 +58,7 @@ def loaded(
         training=SimpleNamespace(seed=7),
     )
     rebuilt = config.position if window is None else config.position.replace(attention_window=window)
-    return SimpleNamespace(model=model.eval(), config=config, position=rebuilt)
+    return SimpleNamespace(model=model.eval(), run=SimpleNamespace(config=config), position=rebuilt)
 
 
 def tiny_gpt(**position: object) -> nn.Module:

@@ -118,7 +118,7 @@ def test_runs_side_by_side(place: Path, picture: list[int]) -> None:
         )
     # Equals scoring the loaded model directly.
     loaded = load_model("runs/b")
-    direct = scored(loaded, load_token_stream(loaded.config.data, "test"), Options(lengths=[8, 32], windows=6))
+    direct = scored(loaded, load_token_stream(loaded.run.config.data, "test"), Options(lengths=[8, 32], windows=6))
     assert [r.value for r in found[2:]] == [r.value for r in direct]
 
     assert records.read_records("results/results.json") == found

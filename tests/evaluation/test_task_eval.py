@@ -42,7 +42,7 @@ def config(task: str = "binary_addition", length: int = 6, **options: object) ->
 
 
 def loaded(model: nn.Module, of: Config) -> SimpleNamespace:
-    return SimpleNamespace(model=model, config=of, position=of.position)
+    return SimpleNamespace(model=model, run=SimpleNamespace(config=of), position=of.position)
 
 
 def gpt(of: Config, **position: object) -> nn.Module:

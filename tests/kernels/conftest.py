@@ -91,7 +91,7 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     The interpreter takes equally long for tiles of any size. Few large tiles are fast, and short sequences still have
     several.
     """
-    from megatron.kernels.cdape_attention import driver
+    from megatron.kernels.cdape_attention import chunks, head_products, partial_sums, triton_mixer
     from megatron.kernels.cdape_attention.configs import (
         choose_attend_tile,
         choose_heads_tile,
@@ -107,17 +107,15 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = 4 if kernel == "mix_bwd_dw" and not INTERPRETED else 16
         return replace(choose_processor_tile(kernel, *args), block_m=rows, block_n=16)
 
-    monkeypatch.setattr(driver, "choose_processor_tile", choose_tall_processor_tile)
+    small: dict[str, int] = {"block_m": 16, "block_n": 16}
+    monkeypatch.setattr(chunks, "choose_processor_tile", choose_tall_processor_tile)
+    monkeypatch.setattr(head_products, "choose_attend_tile", lambda *args: replace(choose_attend_tile(*args), **small))
+    monkeypatch.setattr(triton_mixer, "choose_heads_tile", lambda *args: replace(choose_heads_tile(*args), **small))
     monkeypatch.setattr(
-        driver, "choose_attend_tile", lambda *args: replace(choose_attend_tile(*args), block_m=16, block_n=16)
+        head_products, "choose_product_tile", lambda *args: replace(choose_product_tile(*args), **small)
     )
-    monkeypatch.setattr(
-        driver, "choose_heads_tile", lambda *args: replace(choose_heads_tile(*args), block_m=16, block_n=16)
-    )
-    monkeypatch.setattr(
-        driver, "choose_product_tile", lambda *args: replace(choose_product_tile(*args), block_m=16, block_n=16)
-    )
-    monkeypatch.setattr(driver, "choose_splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
+    monkeypatch.setattr(partial_sums, "TILE", Tile(64, 4096, 4, 1))
+    monkeypatch.setattr(triton_mixer, "choose_splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_a_method_that_exits_while_it_trains(
     assert "in table" in (tmp_path / "run" / LOG_FILE).read_text()
 
 
-def test_a_signal_is_no_exit_of_a_file() -> None:
+def test_a_signal_is_not_an_exit_in_a_file() -> None:
     with pytest.raises(StoppedBySignal), forbid_exits():
         raise StoppedBySignal(15)
 

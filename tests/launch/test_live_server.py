@@ -14,7 +14,9 @@ from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
 from megatron.launch import live_server
 from megatron.launch.live_server import LivePage, build_server, serve_report
 from megatron.options.commands import ReportOptions
-from megatron.reports.records import Record, write_records
+from megatron.reports.paper_experiment import Experiment, write_experiment
+from megatron.reports.records import Record, read_records, write_records
+from megatron.reports.run_records import write_run_file
 from megatron.utils.errors import UserError
 
 from .test_training_curves import make_run, write_line
@@ -41,11 +43,18 @@ def ask(port: int, path: str = "/", method: str = "GET", **headers: str) -> tupl
     return answer.status, text, answer.headers
 
 
+@pytest.fixture(autouse=True)
+def _no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render a changed page at once, also on a machine where a page takes over a second."""
+    monkeypatch.setattr(live_server, "RENDER_FRACTION", 1e9)
+
+
 def make_page(*folders: Path) -> LivePage:
     return LivePage(list(folders), ReportOptions())
 
 
 def write_results(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     records = [
         Record(
             method="rotary", train_length=64, length=length, protocol="last", metric="perplexity", value=value,
@@ -112,6 +121,7 @@ def test_unchanged_parts_are_not_rebuilt(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_slow_pages_are_built_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that took 3 s to build is rebuilt after 30 s at the earliest."""
+    monkeypatch.setattr(live_server, "RENDER_FRACTION", 0.1)
     now = [100.0]
     run = make_run(tmp_path / "run", 4)
     page, made = make_page(run), []
@@ -129,6 +139,25 @@ def test_slow_pages_are_built_one_at_a_time(tmp_path: Path, monkeypatch: pytest.
         now[0] += seconds
         shown.append(page.render())
     assert shown == ["1", "1", "1", "2"]
+
+
+def test_saved_records_are_shown(tmp_path: Path) -> None:
+    """A folder of saved records is served like results; one with several results is an error that names them."""
+    for name in ("a", "b"):
+        write_results(tmp_path / name)
+        records = read_records(tmp_path / name / "results.json")
+        (tmp_path / name / "results.json").unlink()
+        write_run_file(tmp_path / name / "rotary" / "seed_1.json.gz", "digest", records)
+        write_experiment(tmp_path / name / "results.json", Experiment("Saved", run_digests={}, num_runs=2))
+    with pytest.raises(UserError, match=r"a: no records of the runs that its sweep now defines"):
+        make_page(tmp_path / "a").render()
+    kept = Experiment("Saved", run_digests={"rotary/seed_1.json.gz": "digest"}, num_runs=2)
+    write_experiment(tmp_path / "a" / "results.json", kept)
+    text = make_page(tmp_path / "a").render()
+    assert "16.25" in text
+    assert "Saved (1 run pending)" in text
+    with pytest.raises(UserError, match=r"contains 2 results; name those to report, for example .*a, .*b$"):
+        make_page(tmp_path).render()
 
 
 def test_results_without_runs_are_shown(tmp_path: Path) -> None:
@@ -152,7 +181,7 @@ def test_results_without_runs_are_shown(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_others_are_refused(tmp_path: Path) -> None:
+def test_foreign_requests_are_rejected(tmp_path: Path) -> None:
     with serving(make_page(make_run(tmp_path / "run", 2))) as port:
         assert ask(port, Host=f"localhost:{port}")[0] == 200
         assert ask(port, Host="127.0.0.1:9000")[0] == 200, "of a tunnel"

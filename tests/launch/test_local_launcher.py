@@ -58,7 +58,7 @@ def test_rejected_commands_leave_no_folder(fake_run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_refusal_keeps_a_folder_that_was_there(fake_run, tmp_path):
+def test_rejection_keeps_an_existing_folder(fake_run, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "log.txt").write_text("an earlier run\n")
     fake_run(raising(UserError("no")))
@@ -77,7 +77,7 @@ def test_refusal_keeps_a_folder_that_was_there(fake_run, tmp_path):
         (None, True),
     ],
 )
-def test_a_folder_in_use_is_refused_before_a_rank_begins(fake_run, tmp_path, monkeypatch, beat, is_waited_for):
+def test_a_folder_in_use_is_rejected_before_a_rank_begins(fake_run, tmp_path, monkeypatch, beat, is_waited_for):
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT", 0.1)
     fake_run(raising(AssertionError("it began")))
     held = run_folder.RunLock(tmp_path)
@@ -122,7 +122,7 @@ def test_without_a_run_folder_the_log_is_temporary(fake_run):
     logs[1].unlink()
 
 
-def test_a_place_that_cannot_be_written(fake_run, tmp_path):
+def test_an_unwritable_folder_is_reported(fake_run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="which is a file"):
         local_launcher.train_on_this_machine(settled(f"save={tmp_path / 'file'}"))
@@ -136,7 +136,7 @@ def test_a_place_that_cannot_be_written(fake_run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_one_rank_runs_in_this_process_with_its_place_in_the_environment(fake_run, monkeypatch):
+def test_one_rank_runs_in_this_process_with_its_environment(fake_run, monkeypatch):
     import os
 
     monkeypatch.delenv("RANK", raising=False)

@@ -70,7 +70,7 @@ def _state(pid: int) -> str:
         return "Z"
 
 
-def test_every_rank_finds_its_place_and_its_share_of_threads(run, monkeypatch):
+def test_every_rank_gets_its_rank_and_threads(run, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     folder = run(
         """
@@ -200,7 +200,7 @@ READY = '(pathlib.Path(os.environ["OUT"]) / f"pid{os.getpid()}").touch()\n'
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_lets_the_ranks_end_in_good_order(tmp_path: Path, number: signal.Signals):
+def test_a_signal_lets_the_ranks_exit_cleanly(tmp_path: Path, number: signal.Signals):
     save = f"""
         def save(*_):
             (pathlib.Path(os.environ["OUT"]) / f"saved{{rank}}").touch()
@@ -238,7 +238,7 @@ def test_a_signal_while_ranks_are_started_is_not_lost(when: str):
     assert time.monotonic() - start_time < 30
 
 
-def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path):
+def test_a_second_signal_ends_ranks_that_ignore_the_first(tmp_path: Path):
     process, pids = launch(tmp_path, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}time.sleep(60)")
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -248,7 +248,7 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path: Path):
     assert wait_until_gone(pids)
 
 
-def test_a_second_hang_up_leaves_ranks_that_are_saving_alone(tmp_path: Path):
+def test_a_second_sighup_does_not_interrupt_saving(tmp_path: Path):
     """A closing terminal sends SIGHUP twice; ranks that are saving must not be killed."""
     saved = tmp_path / "saved"
     save = f"signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), open({str(saved)!r}, 'w'), os._exit(143)))\n"
@@ -344,5 +344,5 @@ def test_free_port_is_free():
         listener.bind((ADDRESS, rank_group.find_free_port()))
 
 
-def test_errors_are_farfields():
+def test_error_kinds_are_farfield_errors():
     assert all(issubclass(kind.error, FarfieldError) for kind in rank_group.ERROR_KINDS.values())

@@ -63,7 +63,7 @@ def test_an_imported_model_is_not_a_stopped_run(tmp_path: Path) -> None:
     assert read_status(run).state == "stopped"
 
 
-def test_a_fresh_heartbeat_is_life(tmp_path: Path) -> None:
+def test_a_recent_heartbeat_means_alive(tmp_path: Path) -> None:
     found = read_status(make(tmp_path / "a", time=time.time(), step=35, phase="validate"))
     assert (found.state, found.phase, found.step, found.seconds_left) == ("validating", "validate", 35, 70.0)
     old = read_status(make(tmp_path / "b", time=time.time() - 100, step=35, phase="validate"))
@@ -110,7 +110,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_run_hides_no_other(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_does_not_hide_others(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each run has a line; unreadable files are reported by name and do not hide other runs."""
     whole = make(tmp_path / "runs" / "a")
     wrong = [make(tmp_path / "runs" / f"wrong{number}") for number, _ in enumerate(BROKEN[name])]
@@ -151,7 +151,7 @@ def test_unreadable_files_are_reported_for_their_run_only(tmp_path: Path, name: 
         assert "ermission denied" in problem
 
 
-def test_a_run_that_has_only_begun_is_one(tmp_path: Path) -> None:
+def test_a_starting_run_is_listed(tmp_path: Path) -> None:
     """A run that is still loading has only a log and the lock."""
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
@@ -163,7 +163,7 @@ def test_a_run_that_has_only_begun_is_one(tmp_path: Path) -> None:
     assert read_status(run).state == "stopped"
 
 
-def test_a_lock_is_life(tmp_path: Path) -> None:
+def test_a_lock_means_alive(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     lock = RunLock(run)
     assert read_status(run).state == "starting"
@@ -232,7 +232,7 @@ def test_nothing_is_truncated_without_a_terminal(tmp_path: Path) -> None:
     assert "…" not in terminal.file.getvalue()
 
 
-def test_a_sweep_below_is_followed(tmp_path: Path) -> None:
+def test_a_sweep_in_a_subfolder_is_followed(tmp_path: Path) -> None:
     """A sweep in a subfolder counts as alive; between two trainings none of its runs is active."""
     make(tmp_path / "runs" / "sweep" / "a" / "seed_1")
     assert not module.is_any_run_active([tmp_path / "runs"])

@@ -86,7 +86,7 @@ def test_ranks_of_a_rehearsal(traps: Path, monkeypatch: pytest.MonkeyPatch) -> N
     run = SimpleNamespace(world_size=1, devices_per_node=1, sizes=None)
     folder = traps.with_name("rehearsal")
     folder.mkdir()
-    rehearsal: Any = SimpleNamespace(run=run, card=None, roles=[role])
+    rehearsal: Any = SimpleNamespace(run=run, gpu=None, roles=[role])
     execution = rehearse._Execution(rehearsal, folder, lambda line: None, MODULE)
     execution._ranks, execution._can_save = [0], lambda: False  # type: ignore[method-assign]
     assert execution._start("train", 0).wait(timeout=60) == 0

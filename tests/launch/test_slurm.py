@@ -218,7 +218,7 @@ def test_invalid_values_are_rejected_with_their_line(keys: list[str], message: s
     ("text", "seconds"),
     [("30", 1800), ("30:10", 1810), ("24:00:00", 86400), ("2-12", 216000), ("1-00:30", 88200), ("1-1:1:1", 90061)],
 )
-def test_slurms_forms_of_a_time(text: str, seconds: int) -> None:
+def test_slurm_time_formats(text: str, seconds: int) -> None:
     """Time formats of sbatch's manual: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on."""
     time = f"slurm.time='{text}'"
     assert load_config([], [*SMALL, time]).config.launch.slurm.get_time_limit_seconds() == seconds

@@ -68,7 +68,7 @@ def hosts(text: str, *overrides: str) -> list[Host]:
     return ssh_launcher.read_hostfile(load_config([], [*SMALL, *overrides]).config.launch)
 
 
-def test_a_hostfile_is_deepspeeds(place: Path) -> None:
+def test_hostfiles_have_deepspeeds_format(place: Path) -> None:
     text = "# two machines\nnode1 slots=8\n\n  me@node2\tslots=4 # the small one\n"
     assert hosts(text) == [Host("node1", 8), Host("me@node2", 4)]
     assert hosts(text, "num_gpus=4") == [Host("node1", 4), Host("me@node2", 4)]
@@ -107,7 +107,7 @@ def test_when_ssh_is_used(place: Path) -> None:
         load_config([], ["launcher=ssh", *SMALL, "hostfile=null"])
 
 
-def test_neighbours_in_number_are_on_one_machine() -> None:
+def test_consecutive_ranks_are_on_one_machine() -> None:
     assert ssh_launcher.assign_ranks([Host("a", 2), Host("b", 1)]) == [
         [RankInfo(0, 3, 0, 2), RankInfo(1, 3, 1, 2)],
         [RankInfo(2, 3, 0, 1)],

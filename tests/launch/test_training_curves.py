@@ -88,6 +88,26 @@ def test_a_page_has_a_row_and_a_line_for_each_run(tmp_path: Path) -> None:
     assert "up to 5.00" in loss.clip_note
 
 
+def test_scores_of_tasks_are_curves(tmp_path: Path) -> None:
+    """A chart for each metric has a line for each task; errors and counts are no scores."""
+    reader = CurveReader(tmp_path)
+    for step, score in ((0, 0.25), (10, 0.5), (20, 0.75)):
+        write_line(tmp_path, step, 3.0)
+        for task in ("piqa", "sciq"):
+            values = {"acc": score, "acc_stderr": 0.01, "f1/strict": 2 * score, "requests": 7, "is_done": True}
+            with open(tmp_path / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"kind": f"harness/{task}", "step": step, **values}) + "\n")
+    reader.read()
+    assert reader.task_values["acc", "piqa"] == [(0, 0.25), (10, 0.5), (20, 0.75)]
+    _, accuracy, f1, _ = TrainingMonitor().describe([tmp_path]).charts
+    assert [accuracy.title, f1.title] == ["Tasks: acc", "Tasks: f1/strict"]
+    assert [line.name for line in accuracy.series] == ["piqa", "sciq"]
+    assert [point.value for point in f1.series[1].points] == [0.5, 1.0, 1.5]
+    write_line(tmp_path, 10, 3.0)
+    reader.read()
+    assert reader.task_values["acc", "piqa"] == [(0, 0.25)]
+
+
 def test_runs_with_one_record_each_are_shown(tmp_path: Path) -> None:
     for name, value in (("a", 3.0), ("b", 3.5)):
         write_line(tmp_path / name, 20, value)
@@ -120,7 +140,7 @@ def test_runs_may_be_named_in_several_ways(tmp_path: Path, monkeypatch: pytest.M
     assert [name for name, _ in TrainingMonitor().describe([Path()]).table.rows] == ["a"]
 
 
-def test_of_many_runs_the_table_alone_is_shown(tmp_path: Path) -> None:
+def test_many_runs_are_shown_as_a_table_only(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / f"{number:02}", 2) for number in range(MAX_CURVES + 1)]
     section = TrainingMonitor().describe(runs)
     assert len(section.table.rows) == MAX_CURVES + 1
@@ -128,7 +148,7 @@ def test_of_many_runs_the_table_alone_is_shown(tmp_path: Path) -> None:
     assert f"at most {MAX_CURVES} runs" in section.table.notes[0]
 
 
-def test_files_that_no_run_writes_end_neither_page_nor_status(tmp_path: Path) -> None:
+def test_unusual_files_break_neither_page_nor_status(tmp_path: Path) -> None:
     """Unusual files break neither the page nor `status`: huge steps, terminal escapes, partial characters and idle
     pipes.
     """

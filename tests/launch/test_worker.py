@@ -15,7 +15,9 @@ from megatron.training.resolve_run import resolve_run
 SCRIPT = Path(__file__).parents[1] / "support" / "ending_rank.py"
 
 
-def test_an_error_is_left_for_the_launcher_in_one_line(tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_written_for_the_launcher_in_one_line(
+    tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in RankInfo().to_environment("127.0.0.1", 0).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker, "exit_with_parent", lambda: None)

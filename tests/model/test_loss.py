@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron.distributed.process_groups import build_single_process_groups
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
-from megatron.options.model import ModelOptions, count_scored_at_once
+from megatron.options.model import ModelOptions, compute_loss_chunk_length
 from megatron.options.position import PositionOptions
 from tools.rounding import assert_close_in_rounding, count_gpt_sums
 
@@ -61,8 +61,8 @@ def test_no_logits_are_kept_for_the_backward_pass() -> None:
 
 
 @given(st.integers(1, 5000), st.integers(1, 9), st.integers(1, 600), st.integers(1, 10**6))
-def test_as_many_tokens_are_scored_at_once_as_fit(length: int, batch: int, vocabulary: int, most: int) -> None:
-    found = count_scored_at_once(length, batch, vocabulary, most)
+def test_so_many_are_scored_at_once_as_fit(length: int, batch: int, vocabulary: int, most: int) -> None:
+    found = compute_loss_chunk_length(length, batch, vocabulary, most)
     assert 1 <= found <= length
     assert found == 1 or found * batch * vocabulary <= most
     assert found == length or (found + 1) * batch * vocabulary > most

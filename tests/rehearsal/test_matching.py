@@ -88,7 +88,7 @@ def test_a_rank_with_another_order():
     assert "in reverse order" in found.message
 
 
-def test_a_rank_with_a_call_too_many_at_the_end():
+def test_a_rank_with_an_extra_call_at_the_end():
     ledgers = write_ledgers(SIZES)
     last = ledgers[FAULTY].calls[-1]
     (found,) = find_mismatches(with_fault(ledgers, lambda calls: calls.append(last)), SIZES)
@@ -97,7 +97,7 @@ def test_a_rank_with_a_call_too_many_at_the_end():
 
 
 @pytest.mark.parametrize("operation", ["send", "recv"])
-def test_a_message_without_its_other_side(operation):
+def test_a_send_or_receive_without_its_peer(operation):
     ledgers = write_ledgers(SIZES)
     index = find_call(ledgers[FAULTY], operation)
     missing = ledgers[FAULTY].calls[index]
@@ -134,7 +134,7 @@ def test_collectives_of_two_groups_in_another_order_deadlock():
     assert "rank 1 waits in all_reduce of 8 float32 (megatron/x.py:2)" in found.message
 
 
-def test_two_ranks_that_both_receive_first_deadlock_unless_they_hand_over_both_at_once():
+def test_two_ranks_that_receive_first_deadlock_unless_batched():
     pair = Communicator((0, 1))
 
     def exchange(rank, batch):

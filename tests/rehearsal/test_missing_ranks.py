@@ -31,7 +31,7 @@ from megatron.rehearsal.missing_ranks import (
     divide_unwritten,
     extend_crc32_with_zeros,
     is_zero,
-    read_pieces,
+    read_shards,
     read_stage_parameters,
     skip_weight_initialization,
     write_stage_parameters,
@@ -53,7 +53,7 @@ def parameters_of(stage):
 def write_rank(checkpoint, rank, pieces):
     """Write the file of a rank that ran, with its rank as values; each piece is (parameter, first, size)."""
     mesh = Mesh(rank, SIZES)
-    described = {p.name: p.describe_piece(start, size, mesh.tensor.index, 2, 3) for p, start, size in pieces}
+    described = {p.name: p.build_shard_metadata(start, size, mesh.tensor.index, 2, 3) for p, start, size in pieces}
     for kind, names, extra in ((PARTS, ("master",), {}), (STATES, ("exp_avg", "exp_avg_sq"), {"random": "{}"})):
         path = get_rank_path(checkpoint, kind, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def write_rank(checkpoint, rank, pieces):
         write_tensors(path, tensors, {"pieces": dump_pieces(described), **extra})
 
 
-def test_a_checkpoint_of_which_some_ranks_ran_becomes_whole(tmp_path):
+def test_checkpoints_are_completed_for_missing_ranks(tmp_path):
     stages = [parameters_of(0), parameters_of(1)]
     matrix, vector, shared = stages[0]
     write_rank(tmp_path, 0, [(matrix, 0, 20)])
@@ -82,12 +82,12 @@ def test_a_checkpoint_of_which_some_ranks_ran_becomes_whole(tmp_path):
         assert moments.read_tensor("exp_avg", shared.name).tolist() == [0, 0, 0]
     merge_weight_shards(tmp_path, 16, {})
     assert not (tmp_path / PARTS).exists()
-    assert "random" not in read_pieces(get_rank_path(tmp_path, STATES, 1))
+    assert "random" not in read_shards(get_rank_path(tmp_path, STATES, 1))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 5), st.data())
-def test_the_rest_is_divided_once_and_without_two_pieces_of_a_parameter(sizes, ranks, data):
+def test_unwritten_elements_are_divided_in_single_ranges(sizes, ranks, data):
     parameters = [StageParameter(f"p{index}", (size,), None, 1, False) for index, size in enumerate(sizes)]
     files = [{}, {}]
     covered = {p.name: set() for p in parameters}
@@ -110,7 +110,7 @@ def test_the_rest_is_divided_once_and_without_two_pieces_of_a_parameter(sizes, r
     assert covered == {p.name: set(range(p.numel)) for p in parameters}
 
 
-def test_parameters_of_a_stage_are_written_down(tmp_path):
+def test_parameters_of_a_stage_are_written_and_read(tmp_path):
     model = torch.nn.Linear(4, 6)
     model.weight.tensor_model_parallel, model.weight.partition_dim, model.weight.partition_stride = True, 1, 2
     model.bias.ds_pipe_replicated = True
@@ -125,7 +125,7 @@ def test_unused_checksum_of_zeros(size):
         assert extend_crc32_with_zeros(zlib.crc32(beginning), size) == zlib.crc32(beginning + b"\0" * size)
 
 
-def test_files_without_their_zeros_read_as_if_they_had_them(tmp_path):
+def test_sparse_files_read_like_full_ones(tmp_path):
     tensors = {"a": torch.zeros(1 << 20), "b": torch.arange(5.0), "c": torch.zeros(1 << 18)}
     plain = write_tensors(tmp_path / "plain", tensors, {})
     sparse = write_tensors(tmp_path / "sparse", tensors, {}, SparseFile)

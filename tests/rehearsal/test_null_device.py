@@ -19,16 +19,16 @@ from megatron.utils.errors import UserError
 ROOT = Path(__file__).parents[2]
 
 
-def test_cards_are_found_as_people_write_them_and_as_plan_finds_them() -> None:
+def test_gpu_names_are_resolved_as_in_plan() -> None:
     for text in ("a100-80", "A100_80GB", "a100-80gb"):
         assert get_gpu_model(text).memory == int(79.1 * 2**30)
     assert get_gpu_model("a100-40").memory < get_gpu_model("a100-80").memory < get_gpu_model("h200").memory
-    assert {card.architecture for card in GPU_MODELS} == {"sm_80", "sm_90"}
-    assert {card.name for card in GPU_MODELS} <= set(list_gpu_names())
+    assert {gpu.architecture for gpu in GPU_MODELS} == {"sm_80", "sm_90"}
+    assert {gpu.name for gpu in GPU_MODELS} <= set(list_gpu_names())
     planned = {*list_gpu_names(), "a100", "a100-40", "A100_80GB", "H100"}
-    for text in (card.name for card in GPU_MODELS):
-        card = get_gpu_model(text)
-        assert (card.memory, find_gpu_spec(card.device_name)) == (
+    for text in (gpu.name for gpu in GPU_MODELS):
+        gpu = get_gpu_model(text)
+        assert (gpu.memory, find_gpu_spec(gpu.device_name)) == (
             int(get_gpu_spec(text).gib * 2**30),
             get_gpu_spec(text.removesuffix("-80gb").removesuffix("-40gb")),
         )
@@ -39,12 +39,12 @@ def test_cards_are_found_as_people_write_them_and_as_plan_finds_them() -> None:
             refused.add(text)
             get_gpu_model(text)
             refused.remove(text)
-    assert planned - refused == {*(card.name for card in GPU_MODELS), "a100", "a100-40", "A100_80GB", "H100"}
+    assert planned - refused == {*(gpu.name for gpu in GPU_MODELS), "a100", "a100-40", "A100_80GB", "H100"}
     with pytest.raises(UserError, match=r"^--gpu t4: supported by plan but not by rehearse, .* or 9\.0: a100-40gb, .*"):
         get_gpu_model("t4")
 
 
-def test_an_unknown_card_is_one_line_with_the_nearest() -> None:
+def test_unknown_gpus_are_one_line_with_the_nearest_name() -> None:
     for find in (get_gpu_model, get_gpu_spec):
         with pytest.raises(
             UserError, match=r"^--gpu a100-81: unknown GPU; did you mean a100-80gb\? choose from .*h200.*$"
@@ -53,7 +53,7 @@ def test_an_unknown_card_is_one_line_with_the_nearest() -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="requires the CPU build of torch")
-def test_the_build_for_cpus_is_refused_with_the_command_that_helps() -> None:
+def test_cpu_builds_are_rejected_with_a_remedy() -> None:
     command = [sys.executable, "-m", "megatron.rehearsal.null_device", "nothing.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
@@ -61,7 +61,7 @@ def test_the_build_for_cpus_is_refused_with_the_command_that_helps() -> None:
     assert ".venv-cuda/bin/python" in done.stderr
 
 
-def test_the_remedy_for_the_build_for_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_remedy_for_cpu_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environment, "PACKAGES_FOLDER", tmp_path)
     monkeypatch.setattr(environment, "torch_has_cuda", lambda: False)
     with pytest.raises(UserError, match="make setup-cuda") as refused:
@@ -83,7 +83,7 @@ def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         environment.build_null_device()
 
 
-def test_it_cannot_be_switched_on_without_its_library() -> None:
+def test_it_cannot_be_activated_without_its_library() -> None:
     """A process with the null device's environment but another CUDA library ends instead of mixing the two."""
     site = ROOT / "megatron/rehearsal/null_device/site"
     environment = {**os.environ, "FARFIELD_NULL_DEVICE": "card;devices=1", "PYTHONPATH": f"{site}:{ROOT}"}

@@ -22,7 +22,7 @@ def plan(*files, gpus=None, per_node=None, vocabulary=None, **keys):
     return plan_rehearsal(loaded.config, gpus, per_node, vocabulary)
 
 
-def test_the_rehearsed_configuration_is_the_runs_but_for_its_length_and_its_places(tmp_path):
+def test_rehearsed_configurations_differ_in_length_and_paths_only(tmp_path):
     run = plan(*FLAGSHIP, gpus=64, save="runs/a", load="runs/a", use_wandb="true", eval_iters=10)
     assert run.sizes == ParallelSizes(context=4, data=16)
     assert (run.devices_per_node, run.vocab_size) == (8, 50257)
@@ -54,7 +54,7 @@ def test_a_pipeline_has_as_many_micro_batches_as_are_in_flight_and_one_more(tmp_
     assert run.build_config(tmp_path).training.gradient_accumulation_steps == 3
 
 
-def test_splits_that_the_run_lacks_are_not_made_up(tmp_path):
+def test_missing_splits_are_not_synthesized(tmp_path):
     run = plan("125M", "none", gpus=1, train_data_paths="[/nowhere/text]", precision="bf16")
     config = run.build_config(tmp_path)
     assert run.synthetic_splits == ("train",)
@@ -97,7 +97,7 @@ def test_nodes_match_the_configuration():
         (3, None, "does not divide the 3 processes"),
     ],
 )
-def test_gpus_that_the_layout_does_not_divide_are_refused_in_one_line(gpus, per_node, message):
+def test_indivisible_numbers_of_gpus_are_rejected_in_one_line(gpus, per_node, message):
     with pytest.raises(UserError, match=message) as refused:
         plan(*FLAGSHIP, gpus=gpus, per_node=per_node)
     assert "\n" not in str(refused.value)
@@ -120,7 +120,7 @@ def test_runs_that_cannot_fit_are_rehearsed_only_on_request():
     assert run.config.model.num_layers == 1000000
 
 
-def test_of_a_run_in_stages_the_largest_is_rehearsed():
+def test_the_largest_stage_is_rehearsed():
     stages = "[{until: 10}, {until: 20, seq_length: 4096}, {seq_length: 2048, train_batch_size: 4}]"
     run = plan("125M", "kerple_log", gpus=2, save="runs/a", train_iters=30, train_batch_size=64, stages=stages)
     assert "rehearsing stage 2 of 3, which needs the most memory" in run.notes

@@ -67,7 +67,7 @@ def test_no_room_for_unmodeled_memory_is_tight():
     rehearsal = make_rehearsal(gib=33.0)
     assert judge(rehearsal).verdict == "fits"
     assert judge(rehearsal).count_communicators(0) == 3
-    rehearsal.card = replace(rehearsal.card, memory=int(36.9 * GIB))  # 90% of it is 33.2
+    rehearsal.gpu = replace(rehearsal.gpu, memory=int(36.9 * GIB))  # 90% of it is 33.2
     assert judge(rehearsal).verdict == "fits"
     (call,) = rehearsal.train_traces[0].ledger.calls[:1]
     many = [replace(call, communicator=replace(call.communicator, number=number)) for number in range(20)]

@@ -60,7 +60,7 @@ def test_selection_of_ranks():
             parse_rank_selection(text)
 
 
-def test_ranks_are_written_short():
+def test_rank_lists_are_abbreviated():
     assert format_ranks(range(64)) == "0-63"
     assert format_ranks(range(0, 64, 4)) == "0,4,…,60"
     assert format_ranks([0, 1, 2, 5]) == "0-2,5"

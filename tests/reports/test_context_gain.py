@@ -53,8 +53,8 @@ def score_copier(
         records.append(
             Record(
                 method=method, train_length=train_length, length=length, protocol="last", metric="perplexity",
-                value=math.exp(nll), nll=nll, tokens=WINDOWS * TARGETS, seed=seed, targets=TARGETS, windows=WINDOWS,
-                blocks=WINDOWS, block_sums=(TARGETS * means).tolist(), target_digest="same",
+                value=math.exp(min(nll, 700.0)), nll=nll, tokens=WINDOWS * TARGETS, seed=seed, targets=TARGETS,
+                windows=WINDOWS, blocks=WINDOWS, block_sums=(TARGETS * means).tolist(), target_digest="same",
                 run=f"runs/{method}/{seed}",
             )
         )  # fmt: skip
@@ -158,3 +158,15 @@ def test_report_pages_have_the_verdict(suffix: str, tmp_path: Path) -> None:
     assert text.count(IGNORED) >= 2, "in the row and in the legend"
     if suffix == "html":
         assert "figure-1-context-1" in text
+
+
+def test_a_gain_whose_factor_underflows_has_an_interval() -> None:
+    """exp(−800) is 0 in float64; gains stay in nats."""
+    records = score_copier("confused", 300, harm=800.0, noise=0.02)
+    (table,) = build_comparison_tables(records)
+    gain = measure_gain(table, "confused", 64, 1024)
+    assert gain is not None
+    assert gain.interval is not None
+    assert gain.gain == pytest.approx(-800, abs=1)
+    assert gain.interval == pytest.approx((-800, -800), abs=1)
+    assert gain.verdict == HURT

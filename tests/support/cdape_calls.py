@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.args import CdapeArgs
-from megatron.kernels.cdape_attention.driver import CdapeProblem
+from megatron.kernels.cdape_attention.chunks import CdapeProblem
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")

@@ -73,7 +73,7 @@ def live(job: Path, rank: int, world_size: int, port: int, last: int | None) -> 
     os._exit(code)
 
 
-def one_life(
+def run_until_killed(
     job: Path,
     world_size: int,
     *,
@@ -120,7 +120,7 @@ def main() -> None:
     def life(name: str, **death: Any) -> list[int]:
         folder = str(job / name)
         config.replace(save=folder, load=folder).save(job / "life.yml")
-        return one_life(job, world, **death)
+        return run_until_killed(job, world, **death)
 
     start_time = time.monotonic()
     assert life("whole", operation=-1) == [0] * world, (job / "log.txt").read_text()[-3000:]

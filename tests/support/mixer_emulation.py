@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from megatron.kernels.cdape_attention import mixer_operands
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
-from megatron.kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32
+from megatron.kernels.cdape_attention.chunks import ALIGNED, NO_WINDOW_INT32
 from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, Tile
 from megatron.kernels.cdape_attention.mixer import ColumnSpans, MixerInputs
 from megatron.kernels.cdape_attention.mixer_forward import LogitInputs

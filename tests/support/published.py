@@ -1,14 +1,18 @@
 """Small random models of other families, written by transformers, with biases and norms that affect the results."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from megatron.data.tokenizers import train_bpe
 
+IS_4 = transformers.__version__.startswith("4.")
+"""True if the models are those of transformers 4, which has the options of rotations under other keys."""
 LENGTH, WIDTH, LAYERS, ROWS, TOKENS = 48, 32, 2, 304, 290
 """Sizes of all models; the number of tokens is that of the tokenizer next to them."""
 
@@ -118,7 +122,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo3": (
         "Olmo3",
-        {**OF_LLAMA, **MIXED, "rope_parameters": {FULL: YARN, LOCAL: {"rope_type": "default", "rope_theta": 1e4}}},
+        {
+            **OF_LLAMA, **MIXED,
+            "rope_parameters": {
+                FULL: {**YARN, "rope_theta": 5e5}, LOCAL: {"rope_type": "default", "rope_theta": 5e5}
+            },
+        },
     ),
     "olmo3, windows, biases": ("Olmo3", {**OF_LLAMA, "sliding_window": 9, "attention_bias": True}),
     "granite": (
@@ -160,7 +169,9 @@ def model_of(name: str) -> PreTrainedModel:
 
 def build_random_model(family: str, keys: dict[str, Any], seed: int) -> PreTrainedModel:
     """Build a family's model with random weights, which no two seeds share."""
-    configuration = getattr(transformers, f"{family}Config")(**keys)
+    configuration = getattr(transformers, f"{family}Config")(**(use_version_4_keys(family, keys) if IS_4 else keys))
+    if IS_4 and family == "Gemma2":
+        configuration._attn_implementation = "eager"  # the default drops the cap of scores
     head = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
     model: PreTrainedModel = getattr(transformers, head)(configuration).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -169,6 +180,31 @@ def build_random_model(family: str, keys: dict[str, Any], seed: int) -> PreTrain
             spread = 0.15 if parameter.dim() > 1 else 0.2
             parameter.add_(spread * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def use_version_4_keys(family: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a family's keys with `rope_theta` and `rope_scaling`, as transformers 4 reads them, for `rope_parameters`.
+
+    Skip the test if transformers 4 has no keys for these rotations.
+    """
+    keys = dict(keys)
+    rope = dict(keys.pop("rope_parameters", None) or {})
+    if family == "Olmo3":
+        bases = {each["rope_theta"] for each in rope.values()} or {5e5}
+        if bases != {5e5}:
+            pytest.skip("transformers 4 and 5 differ in the base of OLMo 3's windows unless it is 500,000")
+        keys["rope_theta"] = 5e5  # the default of transformers 5; that of transformers 4 is 10,000
+    if FULL in rope:
+        if family == "Gemma3Text":
+            keys["rope_local_base_freq"] = rope[LOCAL]["rope_theta"]
+        rope = dict(rope[FULL])
+    if family == "Phi3" and "attention_factor" in rope:
+        pytest.skip("transformers 4 accepts no attention_factor for Phi-3")
+    keys |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    kind = rope.pop("rope_type", "default")
+    if kind != "default":
+        keys["rope_scaling"] = {"type" if family == "Phi3" else "rope_type": kind, **rope}
+    return keys
 
 
 def written(name: str, folder: Path, **options: Any) -> PreTrainedModel:

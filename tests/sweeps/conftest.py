@@ -143,20 +143,20 @@ class Initialiser(Trainer):
 
 
 @pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip drawing pictures, which costs more than everything else."""
     monkeypatch.setattr(plots, "render_plots_png", lambda *_, **__: b"\x89PNG")
 
 
 @pytest.fixture
-def initialiser(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> Initialiser:
+def initialiser(place: Path, without_plots: None, monkeypatch: pytest.MonkeyPatch) -> Initialiser:
     stand_in = Initialiser()
     monkeypatch.setattr(member_run, "train_in_subprocess", stand_in.train)
     return stand_in
 
 
 @pytest.fixture
-def trainer(place: Path, unseen: None, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+def trainer(place: Path, without_plots: None, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """Replacement of training; evaluation only records its requests."""
     stand_in = Trainer()
     monkeypatch.setattr(member_run, "train_in_subprocess", stand_in.train)

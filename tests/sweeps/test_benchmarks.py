@@ -56,7 +56,7 @@ ZOO = BASE.replace(
 ).replace("mine: {pos_emb: alibi,", "mine: {seeds: [1, 2], pos_emb: rotary,")
 
 
-def test_every_variant_meets_every_benchmark_with_its_own_seeds(place: Path) -> None:
+def test_every_variant_is_trained_on_every_benchmark_with_its_seeds(place: Path) -> None:
     write(ZOO)
     members = read_sweep(["sweep.yml"]).members
     assert [(m.name, str(m.folder), m.config.data.task) for m in members] == [
@@ -112,7 +112,7 @@ def test_errors_are_reported_with_their_line(trainer: Trainer, change: tuple[str
     assert trainer.asked == []
 
 
-def test_all_of_it_is_measured_once_and_found_again(initialiser: Initialiser) -> None:
+def test_results_are_measured_once_and_reused(initialiser: Initialiser) -> None:
     write(ZOO)
     found, output = run()
     perplexities = [(r.method, r.seed, r.length) for r in found if r.metric == "perplexity"]
@@ -160,7 +160,7 @@ def test_a_branch_waits_for_its_trunk_and_a_shared_folder_for_its_turn(place: Pa
     assert worker_pool._choose_next([same, mine], [rotary]) is mine
 
 
-@pytest.mark.usefixtures("unseen")
+@pytest.mark.usefixtures("without_plots")
 def test_concurrent_members_stop_together_and_resume(place: Path) -> None:
     """With the real programs, interrupted members all save, and the same sweep finishes them."""
     steps = 150
@@ -194,7 +194,7 @@ def test_concurrent_members_stop_together_and_resume(place: Path) -> None:
     assert all(r.step_seconds and r.train_memory_gib and r.memory_gib for r in records)
 
 
-def test_a_worker_that_dies_is_an_error_of_its_member_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_worker_fails_only_its_member(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(BASE)
     monkeypatch.setattr(worker_pool, "join_python_path", lambda: str(place))  # no worker can start there
     with pytest.raises(RunError, match=r"2 of 2 runs failed: .*its process died with exit code 1"):

@@ -19,7 +19,7 @@ from megatron.sweeps import run_sweep as sweeps
 from megatron.sweeps.spec import read_sweep
 from megatron.training import check_resources
 from megatron.utils.errors import RunError, UserError
-from megatron.utils.signals import StoppedBySignal, raise_on_signals
+from megatron.utils.signals import StoppedBySignal, convert_signals_to_exceptions
 
 from .conftest import BASE, Initialiser, Trainer, run, write
 
@@ -74,7 +74,7 @@ def test_all_variants_are_scored_on_the_same_targets_up_to_their_maximum_length(
     assert "max 16" in Path("out/report.html").read_text()
 
 
-def test_every_variant_meets_every_seed(trainer: Trainer) -> None:
+def test_every_variant_is_trained_with_every_seed(trainer: Trainer) -> None:
     found, _ = run("sweep.seeds=[3, 4]")
     members = [("rotary", 3), ("rotary", 4), ("mine", 3), ("mine", 4)]
     assert [(r.method, r.seed) for r in found if r.length == 16] == members
@@ -107,7 +107,7 @@ def test_checkpoints_of_all_runs_must_fit_the_disk(
     run(*more, "check_resources=false")
 
 
-def test_a_failure_keeps_no_other_from_running_and_is_tried_again(trainer: Trainer) -> None:
+def test_a_failure_does_not_stop_others_and_is_retried(trainer: Trainer) -> None:
     trainer.fails_at = "rotary"
     with pytest.raises(RunError) as caught:
         run()
@@ -153,7 +153,7 @@ def test_a_diverged_run_is_a_result_unless_retried(trainer: Trainer) -> None:
     assert "failed" not in Path("out/report.html").read_text()
 
 
-def test_a_run_that_was_configured_otherwise_is_no_failure_of_this_one(trainer: Trainer) -> None:
+def test_failures_of_another_configuration_do_not_count(trainer: Trainer) -> None:
     trainer.diverges = "rotary"
     with pytest.raises(RunError, match="failed at step 3"):
         run()
@@ -193,10 +193,10 @@ def test_a_stopped_sweep_prints_how_to_resume(trainer: Trainer, monkeypatch: pyt
     monkeypatch.setattr(sweeps, "_build_line_printer", lambda console: output.append)
     for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, StoppedBySignal)):
         monkeypatch.setattr(member_run, "train_in_subprocess", lambda *_, number=number: signal.raise_signal(number))
-        with raise_on_signals(), pytest.raises(ending):
+        with convert_signals_to_exceptions(), pytest.raises(ending):
             run()
         assert output[-2:] == [
-            "stopping after running trainings save a checkpoint (repeat to stop immediately)",
+            "stopping once the running trainings have saved; repeat to stop immediately",
             "stopped; run the same command to resume",
         ]
         output.clear()
@@ -244,7 +244,7 @@ def test_a_finished_training_without_its_test_is_started_again(trainer: Trainer)
     assert "mine, seed 1234: trained; running the missing test" in output
 
 
-def test_a_damaged_checkpoint_is_no_finished_training(trainer: Trainer) -> None:
+def test_a_damaged_checkpoint_does_not_count_as_finished(trainer: Trainer) -> None:
     write(ONE)
     run()
     trainer.calls()
@@ -271,7 +271,7 @@ def test_remaining_time_is_estimated_from_measurements(trainer: Trainer, monkeyp
     _, output = run("sweep.seeds=[3, 4, 5]")
     lines = output.splitlines()
     (todo,) = [line for line in lines if " to train or evaluate" in line]
-    assert todo == "3 of 3 runs to train or evaluate; a time estimate follows after the first steps"
+    assert todo == "3 of 3 runs to train or evaluate; the time left is estimated after the first steps"
     (forecast,) = [line for line in lines if line.endswith("at the speed of the first steps")]
     assert re.fullmatch(r"about \S+ s left in total, at the speed of the first steps", forecast)
     first_done = next(number for number, line in enumerate(lines) if line.startswith("1 of 3 runs done"))
@@ -359,7 +359,7 @@ def test_differences_are_stated_without_published_numbers(trainer: Trainer) -> N
         ("{source: x, train_length: 8, lengths: [8], metric: ppl, rows: {rotary: [1.0]}}", "'ppl' is not a metric"),
     ],
 )
-def test_a_table_that_fits_no_sweep(trainer: Trainer, table: str, message: str) -> None:
+def test_invalid_published_tables_are_rejected(trainer: Trainer, table: str, message: str) -> None:
     write(BASE.replace("output: out", f"output: out\n      published: [{table}]"))
     with pytest.raises(UserError, match=message):
         run()

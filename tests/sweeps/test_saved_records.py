@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import re
 import shutil
 from pathlib import Path
@@ -62,6 +63,20 @@ def test_a_report_is_made_from_saved_records_alone(trainer: Trainer) -> None:
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     board = {row.split("|")[1].strip(): row for row in reversed(rows)}  # rows of the first table win
     assert ("(n 1)" in board["mine"], "(n 1)" in board["rotary"]) == (True, False)
+    # Runs of removed variants and of older definitions do not count.
+    shutil.copytree("kept/mine", "kept/removed")
+    older = Path("kept/mine/seed_3.json.gz")
+    content = json.loads(gzip.decompress(older.read_bytes()))
+    older.write_bytes(gzip.compress(json.dumps(content | {"digest": "older"}).encode()))
+    terminal = io.StringIO()
+    combine_results([Path("kept")], Console(file=terminal))
+    ignored = "mine/seed_3.json.gz, removed/seed_3.json.gz"
+    assert f"note: kept: 2 saved runs are ignored as of removed variants or older definitions: {ignored}\n" in (
+        terminal.getvalue()
+    )
+    (rest,) = build_sections([Path("kept")])
+    assert rest.num_pending_runs == 2
+    assert {record.method for record in rest.records} == {"rotary"}
     (one,) = build_sections([Path("kept/rotary/seed_3.json.gz")])
     assert {(record.method, record.seed) for record in one.records} == {("rotary", 3)}
     Path("kept/rotary/seed_3.json.gz").write_bytes(b"mine")
@@ -165,7 +180,7 @@ def test_other_code_of_a_method_is_noticed(trainer: Trainer, place: Path, monkey
     assert len(list_trainings(trainer)) == 2
 
 
-def test_what_cannot_be_saved_is_an_error_before_any_training(trainer: Trainer) -> None:
+def test_unwritable_records_are_an_error_before_any_training(trainer: Trainer) -> None:
     Path("file").write_text("mine")
     for keys, message in (
         (["sweep.part=1/2"], "sweep.part needs sweep.records"),
@@ -220,7 +235,7 @@ def test_an_unwritable_description_is_an_error_before_any_training(
     assert trainer.asked == []
 
 
-def test_records_that_are_kept_need_no_folder_of_their_own(trainer: Trainer) -> None:
+def test_records_may_be_saved_inside_the_output_folder(trainer: Trainer) -> None:
     write(BASE.replace("output: out", "output: out\n      records: out/kept"))
     run()
     assert Path("out/kept/mine/seed_1234.json.gz").stat().st_size < 4000

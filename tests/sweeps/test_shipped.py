@@ -32,7 +32,7 @@ def test_both_sizes_can_be_read(name: str) -> None:
     assert all(member.results.is_relative_to(ours.output_folder) for member in ours.members)
 
 
-def test_a_run_that_several_need_is_one_run() -> None:
+def test_a_run_needed_by_several_sweeps_is_one_run() -> None:
     sweeps = {name: small(name) for name in EXPERIMENTS}
     folders = {
         name: {(member.variant, member.seed): member.folder for member in sweep.members}

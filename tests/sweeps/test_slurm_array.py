@@ -84,11 +84,11 @@ def test_branches_are_submitted_after_their_checkpoint_exists(sbatch: None, trai
 
 def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(place.rglob("*"))
-    sweeps.run_sweep(["sweep.yml"], KEYS, dry=True)
+    sweeps.run_sweep(["sweep.yml"], KEYS, dry_run=True)
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
     assert sorted(place.rglob("*")) == before
     with pytest.raises(UserError, match="--dry-run prints the batch script of a sweep and requires launcher=slurm"):
-        sweeps.run_sweep(["sweep.yml"], dry=True)
+        sweeps.run_sweep(["sweep.yml"], dry_run=True)
 
 
 def test_invalid_tasks_are_rejected_before_the_queue(sbatch: None, trainer: Trainer) -> None:
@@ -100,7 +100,7 @@ def test_invalid_tasks_are_rejected_before_the_queue(sbatch: None, trainer: Trai
     assert not Path("out/job.sbatch").exists()
     assert trainer.calls() == []
     with pytest.raises(UserError, match=r"^sweep.variants.rotary: train_data_paths: no dataset nowhere"):
-        sweeps.run_sweep(["sweep.yml"], [*KEYS, "sweep.corpus=null", "train_data_paths=[nowhere]"], dry=True)
+        sweeps.run_sweep(["sweep.yml"], [*KEYS, "sweep.corpus=null", "train_data_paths=[nowhere]"], dry_run=True)
 
 
 def test_invalid_job_arrays_are_rejected(place: Path) -> None:
@@ -114,6 +114,6 @@ def test_invalid_job_arrays_are_rejected(place: Path) -> None:
     assert not Path("out").exists()
 
 
-def test_indices_in_short() -> None:
+def test_array_indices_are_abbreviated() -> None:
     assert format_array_indices([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert format_array_indices([3]) == "3"

@@ -79,7 +79,7 @@ def test_files_without_a_sweep(place: Path) -> None:
         read_sweep(["quickstart", "sweep.yml"])
 
 
-def test_of_several_files_with_a_sweep_the_later_wins_key_by_key(place: Path) -> None:
+def test_later_sweep_files_override_key_by_key(place: Path) -> None:
     write(BASE, "base.yml")
     over = "num_layers: 2\nsweep:\n  output: elsewhere\n  seeds: [1234]\n  variants:\n    t5: {pos_emb: t5}\n"
     write(over)
@@ -112,7 +112,7 @@ def test_the_quickstart_is_valid() -> None:
     assert found.notes == ()
 
 
-def test_the_zoo_has_every_method_at_one_budget_and_asks_all_that_its_questions_need() -> None:
+def test_zoo_has_every_method_at_one_budget_and_all_its_questions() -> None:
     configs = ROOT / "configs"
     zoo = read_sweep([str(configs / "quickstart.yml"), str(configs / "zoo.yml")])
     quickstart = read_sweep([str(configs / "quickstart.yml")])

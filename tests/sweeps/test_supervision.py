@@ -84,7 +84,7 @@ def interrupted(step: int | None) -> None:
         raise KeyboardInterrupt
 
 
-def test_an_interrupt_gives_it_time_to_save(place: Path) -> None:
+def test_an_interrupt_lets_training_save(place: Path) -> None:
     """An interrupt gives training time to save: it gets one signal, in its own session."""
     with pytest.raises(KeyboardInterrupt):
         train(PATIENT, interrupted)
@@ -95,7 +95,7 @@ def test_an_interrupt_gives_it_time_to_save(place: Path) -> None:
         os.kill(pid, 0)
 
 
-def test_a_second_interrupt_does_without(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_stops_immediately(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = member_run.subprocess.Popen.wait
 
     def impatient(self: object, timeout: float | None = None) -> int:

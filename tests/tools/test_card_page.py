@@ -54,6 +54,19 @@ def test_only_trained_models_are_listed(tmp_path: Path) -> None:
     assert "largest model has 29.50M parameters, and the longest training 60.00M" in card_page.render_table(tmp_path)
 
 
+def test_the_leaderboard_is_described_by_contest() -> None:
+    record = Record(
+        method="rotary", train_length=64, length=64, protocol="last", metric="perplexity", value=5.0, tokens=64, seed=1,
+        parameters=1000, step=10, run="a", dataset="text", date="2026-11-28T00:00:00",
+    )  # fmt: skip
+    task = record.replace(dataset="task copy(letters=8)", step=30, run="c", date="2026-11-29T00:00:00")
+    text = " ".join(card_page.describe_board([record, record.replace(seed=2, run="b"), task]).split())
+    assert text == (
+        "The published leaderboard has 3 trainings, the last of 2026-11-29: text (10 steps; seeds of a method: 2), "
+        "task copy (30 steps; seeds of a method: 1)."
+    )
+
+
 def test_use_of_context_is_counted_by_verdict() -> None:
     """Two methods with known losses at twice and 32 times the training length: one gains half a nat, one nothing."""
     records = [

@@ -167,7 +167,7 @@ def test_a_rollback_shows_both_attempts(
     shutil.rmtree(checkpoints / layout.format_checkpoint_name(12))
     (note,) = (attempt.note for attempt in BatchHistory(tmp_path).find_attempts(9))
     assert note is not None
-    assert "assumes that there was none to step_0000008" in note
+    assert "assumes that the run did not roll back to step_0000008" in note
     shutil.rmtree(checkpoints / layout.format_checkpoint_name(4))
     with pytest.raises(RunError, match="rolled back between its start and step_0000008"):
         BatchHistory(tmp_path).find_attempts(5)
@@ -204,7 +204,7 @@ def test_the_command(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     (batch,) = json.loads(capsys.readouterr().out)
     assert (batch["step"], batch["loss"], batch["loss_steps"], len(batch["rows"])) == (3, loss, [3, 4], 4)
     assert sorted(tmp_path.rglob("*")) == before  # nothing is written
-    with pytest.raises(UserError, match=r"^step 5: is after the last step; after step_0000004, "):
+    with pytest.raises(UserError, match=r"^step 5 is after the last step; after step_0000004, "):
         what_was_in(tmp_path, ["5"])
     with pytest.raises(UserError, match=r"^--rank 1: step 2 has data-parallel ranks 0 to 0$"):
         what_was_in(tmp_path, ["2"], 1)

@@ -111,7 +111,7 @@ def test_a_certain_bound_is_below_every_peak_that_was_measured() -> None:
     assert all(check_resources.CERTAIN_FRACTION * row["planned"] < row["peak"] for row in measured)
 
 
-def test_without_maps_no_estimate_is_larger() -> None:
+def test_estimates_without_score_matrices_are_smaller() -> None:
     config = resolve_run(small("pos_emb=kerple_log", "score_processor=cdape", "seq_length=4096"), CPU).config
     for backend in ("eager", "chunked"):
         estimate = estimate_memory(config, ParallelSizes(), 1000, backend=backend)
@@ -124,7 +124,7 @@ def test_without_maps_no_estimate_is_larger() -> None:
 STAGES = "stages=[{until: 4}, {until: 8, seq_length: 4194304}, {seq_length: 256, train_micro_batch_size_per_gpu: 8}]"
 
 
-def test_every_stage_that_is_to_come_is_checked(tmp_path: Path) -> None:
+def test_future_stages_are_checked(tmp_path: Path) -> None:
     """Every future stage is checked; a run past its long stage may resume where that stage would not fit."""
     keys = (f"save={tmp_path}", "train_batch_size=32768", "gradient_accumulation_steps=4096", STAGES)
     with pytest.raises(UserError, match=r"^stage 2 of 3: .*seq_length 4194304: .* at least \d+ GiB .* has 8 GiB"):
@@ -228,7 +228,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def launch(config: Config, *, dry: bool) -> None:
     """Launch like the command line, without training."""
     loaded = LoadedConfig(config, (), (), load_config([], SMALL).layers)
-    launch_training(lambda silent: loaded, lambda notes: None, dry_run=dry, hardware=CPU)
+    launch_training(loaded, None, lambda notes: None, dry_run=dry, hardware=CPU)
 
 
 @pytest.mark.parametrize("dry", [True, False])
@@ -275,7 +275,7 @@ def test_a_resumed_run_counts_its_existing_checkpoints(corpus: Path, tmp_path: P
         check_resources.check_disk(earlier)
 
 
-def test_the_disk_is_that_of_the_nearest_folder_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_is_that_of_the_nearest_existing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
 
     def disk_usage(path: Path) -> Any:

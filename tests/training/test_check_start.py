@@ -47,7 +47,7 @@ def launch(config: Config, *, dry: bool = False) -> list[str]:
     """Launch like the command line; return the lines printed beside the results."""
     notes: list[str] = []
     layers = load_config([], ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8"]).layers
-    launch_training(lambda silent: LoadedConfig(config, (), (), layers), notes.extend, dry_run=dry, hardware=CPU)
+    launch_training(LoadedConfig(config, (), (), layers), None, notes.extend, dry_run=dry, hardware=CPU)
     return notes
 
 

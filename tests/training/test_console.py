@@ -136,7 +136,7 @@ def test_validation_reports_every_micro_batch(corpus: Path, monkeypatch: pytest.
     assert seen == [("valid", done, 3) for done in range(4)]
 
 
-def test_words_for_counts() -> None:
+def test_counts_are_abbreviated() -> None:
     assert [format_count(n) for n in (7, 12_345, 124_439_808, 999_999, 2.65e9, 26.2e9)] == [
         "7", "12.3k", "124M", "1.00M", "2.65B", "26.2B"
     ]  # fmt: skip

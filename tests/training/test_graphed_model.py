@@ -101,7 +101,7 @@ def test_training_is_the_same_bit_for_bit(stage: int, precision: str, accumulate
     [{"z_loss": 1e-2}, {"checkpoint_activations": True}, {"checkpoint_activations": "selective"}, {"pos_emb": "fire"}],
     ids=str,
 )
-def test_other_costs_of_a_micro_batch(keys: dict[str, Any]) -> None:
+def test_graphs_train_alike_with_other_keys(keys: dict[str, Any]) -> None:
     eager, graphs = (train(which, 2, stage=1, precision="fp32", **keys) for which in (False, True))
     assert graphs[2] > 0
     assert graphs[0] == eager[0]
@@ -245,7 +245,7 @@ def test_the_decision(mode: str, trials: list[GraphTrial], is_taken: bool, line:
     assert choose_graphs(mode, trials) == (is_taken, line)
 
 
-def test_graphs_that_are_demanded_and_cannot_be() -> None:
+def test_impossible_graphs_are_an_error_if_required() -> None:
     with pytest.raises(UserError, match=r"cuda_graph on: capture failed: x; use auto or off"):
         choose_graphs("on", [GraphTrial("capture failed: x")])
 
@@ -293,7 +293,7 @@ def test_keys_that_conflict_with_graphs(keys: dict[str, Any], reason: str) -> No
     ],
     ids=str,
 )
-def test_keys_that_leave_it_to_the_trial(keys: dict[str, Any]) -> None:
+def test_keys_compatible_with_graphs(keys: dict[str, Any]) -> None:
     for mode in ("auto", "on", True):
         chosen = tiny_config(Path(), **keys, cuda_graph=mode, device="auto")
         assert plan_graph_trial(chosen, torch.device("cuda")) == (True, None)
@@ -302,7 +302,7 @@ def test_keys_that_leave_it_to_the_trial(keys: dict[str, Any]) -> None:
     assert plan_graph_trial(off, torch.device("cuda")) == (False, None)
 
 
-def test_graphs_on_a_cpu_are_refused() -> None:
+def test_graphs_on_a_cpu_are_rejected() -> None:
     with pytest.raises(UserError, match="cuda_graph on: this run uses the CPU"):
         resolve_run(tiny_config(Path(), cuda_graph="on", device="auto"), LocalHardware(num_gpus=0, num_cores=4))
     assert "device cpu" in dict(validate_config(tiny_config(Path(), cuda_graph="on", device="cpu")))["cuda_graph"]

@@ -139,6 +139,7 @@ def test_errors_come_before_the_first_step(
         ({"include_path": "nowhere"}, r"^harness.include_path nowhere: not a folder"),
         ({"length": 3}, r"^harness.tasks: write: generates up to 3 tokens.* at length 3; use larger harness.length"),
         ({"metadata": "4096"}, r"^harness.metadata: '4096' is not a mapping"),
+        ({"metadata": "{4096: a}"}, r"^harness.metadata: key 4096 is not text"),
         ({"tasks": ["hub"]}, r"^harness.tasks hub: .* not in the Hugging Face cache, and harness.download is false"),
     ):
         keys = harness(folder, **options)
@@ -148,6 +149,11 @@ def test_errors_come_before_the_first_step(
                 start(tiny_config(corpus, run, **keys))
             assert "\n" not in str(error.value)
         assert not (run / "config.yml").exists()
+    # A dry run does not reach the hub for data that training downloads.
+    hub_run = ResolvedRun(tiny_config(corpus, run, **harness(folder, tasks=["hub"], download=True)), 1, ())
+    assert not check_start(hub_run, may_download=False).has_task_data
+    with pytest.raises(RunError, match="the hub cannot be reached"):
+        check_start(hub_run)
     learned = {**harness(folder, length=32), "pos_emb": "learned"}
     with pytest.raises(UserError, match=r"harness.length: 32 tokens, but the model has 16 positions"):
         check(tiny_config(corpus, **learned))
@@ -156,11 +162,14 @@ def test_errors_come_before_the_first_step(
         train(tiny_config(corpus, **harness(folder)))
 
 
-def test_layouts_and_tasks_that_cannot_be_evaluated_are_refused_by_name() -> None:
+def test_layouts_and_tasks_that_cannot_be_evaluated_are_rejected_by_name() -> None:
     def load(*pairs: str) -> Config:
         return load_config(["125M"], ["train_data_paths=[a]", "harness.tasks=piqa", *pairs]).config
 
     assert load("model_parallel_size=2").logging.harness.tasks == ["piqa"]
+    assert load("harness.metadata={lengths: [4]}").logging.harness.metadata == {"lengths": [4]}
+    with pytest.raises(UserError, match=r"harness.metadata is 4096; it must be a mapping or text"):
+        load("harness.metadata=4096")
     for pair, reason in (
         ("pipe_parallel_size=2", "not supported with pipe_parallel_size 2"),
         ("context_parallel_size=2", "not supported with context_parallel_size 2"),

@@ -99,7 +99,7 @@ def test_skipped_data_stays_skipped_after_a_resume(
     assert "rolled back once because of its loss, skipping 8 sequences" in text
 
 
-def test_steps_that_are_not_finite_go_back_too(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_steps_roll_back(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, calls = Engine.forward_backward, [0]
 
     def accumulate(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -115,7 +115,7 @@ def test_steps_that_are_not_finite_go_back_too(corpus: Path, tmp_path: Path, mon
     assert all(json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[4:])
 
 
-def test_it_ends_if_rolling_back_does_not_help(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_ends_if_rollbacks_do_not_help(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spike(monkeypatch, 3, 4, 5, 6)
     config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS)
     with pytest.raises(
@@ -125,9 +125,11 @@ def test_it_ends_if_rolling_back_does_not_help(corpus: Path, tmp_path: Path, mon
         train(config)
 
 
-def test_nowhere_to_go_back_to(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spike_without_a_checkpoint_ends_the_run(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spike(monkeypatch, 2)
-    with pytest.raises(RunError, match=r"^step 2: its loss .* exceeds loss_spike × the usual .*; no checkpoint"):
+    with pytest.raises(RunError, match=r"^step 2: its loss .* exceeds loss_spike × its running mean .*; no checkpoint"):
         train(tiny_config(corpus, tmp_path, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
     step, why = find_divergence(tmp_path) or (0, "")
     assert step == 2
@@ -137,7 +139,9 @@ def test_nowhere_to_go_back_to(corpus: Path, tmp_path: Path, monkeypatch: pytest
     assert find_divergence(tmp_path) is None  # it was restarted, and finished
 
 
-def test_stop_means_the_first(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_ends_the_run_after_the_first_bad_step(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config(corpus, tmp_path, on_bad_loss="stop", loss_spike=3.0, **KEYS)
     for factor in (100.0, float("nan")):
         with monkeypatch.context() as patch:
@@ -146,13 +150,13 @@ def test_stop_means_the_first(corpus: Path, tmp_path: Path, monkeypatch: pytest.
                 train(config.replace(save=str(tmp_path / str(factor))))
 
 
-def test_a_spike_that_is_skipped_is_refused() -> None:
+def test_loss_spike_with_skip_is_rejected() -> None:
     shape = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "train_iters=2"]
     with pytest.raises(UserError, match=r"loss_spike 2: .* set on_bad_loss to rollback or stop"):
         load_config([], [*shape, "loss_spike=2"])
 
 
-def test_the_usual_loss() -> None:
+def test_the_running_mean_of_the_loss() -> None:
     usual = RunningMeanLoss()
     assert not usual.is_spike(100.0, 2.0)  # nothing to compare with
     usual.add(4.0)
@@ -185,8 +189,8 @@ def test_the_guard_decides_and_remembers_actions(corpus: Path, tmp_path: Path) -
     assert other.state_dict() == {"usual_loss": 2.0, "rollbacks": 1}
     stop = other.check(6, 24, torch.tensor(7.0))
     assert stop == StopRun(
-        "its loss 7 exceeds loss_spike × the usual loss 2",
-        "step 6: its loss 7 exceeds loss_spike × the usual loss 2; no checkpoint was saved",
+        "its loss 7 exceeds loss_spike × its running mean 2",
+        "step 6: its loss 7 exceeds loss_spike × its running mean 2; no checkpoint was saved",
     )
     assert cast(Rollback, build_guard(checkpoint, rollback).check(7, 28, torch.tensor(math.nan))).count == 2
     third = build_guard(checkpoint, Rollback(str(tmp_path), 4, 24, count=3))
@@ -241,7 +245,7 @@ def test_broken_weights_never_push_out_good_checkpoints(
 
 
 @pytest.mark.parametrize(("factor", "eval_interval"), [(1e25, 4), (math.inf, 4)])
-def test_weights_that_break_at_the_last_step_are_no_success(
+def test_broken_weights_at_the_last_step_are_an_error(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, eval_interval: int
 ) -> None:
     """Weights that break in the last step do not count as success.

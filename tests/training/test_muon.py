@@ -24,7 +24,7 @@ from megatron.distributed.process_groups import init_distributed
 from megatron.model.parameter_groups import HiddenMatrix, build_parameter_groups, list_hidden_matrices
 from megatron.options.training import OptimizerChoice
 from megatron.training.engine import Engine
-from megatron.training.projected_optimizers import COEFFICIENTS, ProjectedLion, list_pieces, orthogonalize
+from megatron.training.projected_optimizers import COEFFICIENTS, ProjectedLion, list_matrix_shards, orthogonalize
 from megatron.training.train import train
 from megatron.utils.errors import UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
@@ -85,7 +85,7 @@ def test_split_matrices_match_the_layer() -> None:
     assert len(matrices) == 4 * 2
 
 
-def test_pieces_of_all_ranks_are_every_element_once() -> None:
+def test_shards_of_all_ranks_cover_every_element_once() -> None:
     matrices = [HiddenMatrix(nn.Parameter(torch.randn(shape)), 1, shape[:1]) for shape in ((3, 5), (7, 2), (4, 4))]
     whole = torch.cat([matrix.parameter.detach().view(-1) for matrix in matrices])
     for ranks in (1, 2, 3, 7, 20):
@@ -94,7 +94,7 @@ def test_pieces_of_all_ranks_are_every_element_once() -> None:
         found = [torch.zeros_like(matrix.parameter).view(-1) for matrix in matrices]
         holders = [0] * len(matrices)
         for rank in range(ranks):
-            for index, piece in enumerate(list_pieces(matrices, [padded.split(size)[rank]], Axis(rank, ranks))):
+            for index, piece in enumerate(list_matrix_shards(matrices, [padded.split(size)[rank]], Axis(rank, ranks))):
                 if piece.values is not None:
                     found[index].narrow(0, piece.start, piece.values.numel()).add_(piece.values)
                     holders[index] += 1
@@ -268,7 +268,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def apart_by(run: Path, unbroken: Path) -> float:
+def measure_difference(run: Path, unbroken: Path) -> float:
     """Return the largest difference of a weight from the unbroken run, relative to rounding."""
     limit = 4 * 1e-2 * 0.2 * STEEPEST * compute_tolerance(TERMS, 2 * SUMS)
     mine, wanted = (load_file(layout.resolve_checkpoint_path(each) / layout.WEIGHTS) for each in (run, unbroken))
@@ -278,7 +278,7 @@ def apart_by(run: Path, unbroken: Path) -> float:
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_it_resumes_in_any_layout(runs: Path, one: str, other: str) -> None:
-    assert apart_by(runs / f"{one} to {other}", runs / "unbroken") < 1
+    assert measure_difference(runs / f"{one} to {other}", runs / "unbroken") < 1
     assert list(records(runs / f"{one} to {other}")) == [3, 4]
     table = (runs / f"{one} to {other}" / "parameter_groups.txt").read_text()
     assert table == (runs / "unbroken" / "parameter_groups.txt").read_text()
@@ -308,7 +308,7 @@ def test_the_comparison_can_fail(runs: Path, tmp_path: Path, wrong: str, monkeyp
 
         monkeypatch.setattr("megatron.model.parameter_groups.list_hidden_matrices", list_wrong_matrices)
     train(tiny_config(runs / "corpus" / "corpus", tmp_path / "run", **keys))
-    assert apart_by(tmp_path / "run", runs / "unbroken") > 10
+    assert measure_difference(tmp_path / "run", runs / "unbroken") > 10
 
 
 def test_invalid_settings_are_rejected(runs: Path, tmp_path: Path) -> None:

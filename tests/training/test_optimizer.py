@@ -104,7 +104,7 @@ def test_only_gradients_against_a_bound_are_dropped(gradient: float, value: floa
     assert parameter.grad.item() == (0.0 if outward else torch.tensor(gradient).item())
 
 
-def test_the_parts_of_a_gradient_are_not_judged_one_by_one() -> None:
+def test_contributions_to_a_gradient_are_not_judged_separately() -> None:
     """Contributions to a gradient are not judged separately: with one use pushing out and one pulling back harder, it
     returns.
     """

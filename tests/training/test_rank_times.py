@@ -61,10 +61,10 @@ def test_a_rank_is_compared_with_its_stage() -> None:
     times = [RankTimes(seconds, data_wait=rank) for rank, seconds in enumerate(forward)]
     found = compare_ranks(times, stages, micro_batches=4)
     assert (found.slowest_rank, found.slowdown) == (2, pytest.approx(0.3))
-    assert found.lost == pytest.approx(3 * 4 * 0.03)
+    assert found.wait_per_step == pytest.approx(3 * 4 * 0.03)
     assert (found.data_wait_rank, found.data_wait) == (5, 5)
     alone = compare_ranks(times[:2], [0, 1], micro_batches=1)
-    assert (alone.slowest_rank, alone.slowdown, alone.lost) == (None, None, 0.0)
+    assert (alone.slowest_rank, alone.slowdown, alone.wait_per_step) == (None, None, 0.0)
 
 
 def test_the_first_pass_of_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

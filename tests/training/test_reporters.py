@@ -49,7 +49,7 @@ def read(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_metrics_continue_without_a_future_that_did_not_happen(tmp_path: Path) -> None:
+def test_resumed_metrics_drop_rolled_back_steps(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     first = JsonLines(path, 0)
     for step in (1, 2, 3):
@@ -167,9 +167,7 @@ def test_wandb_is_offline_by_default_and_keeps_its_run(tmp_path: Path, wandb: ty
     assert wandb.run.finished
 
 
-def test_wandb_gets_a_new_run_without_the_steps_that_were_given_up(
-    tmp_path: Path, wandb: types.SimpleNamespace
-) -> None:
+def test_wandb_gets_a_new_run_without_rolled_back_steps(tmp_path: Path, wandb: types.SimpleNamespace) -> None:
     chosen, output = config(tmp_path / "run", use_wandb=True), []
 
     def report(first_step: int, *steps: int) -> list[tuple[object, object]]:

@@ -8,9 +8,11 @@ import pytest
 
 from megatron.config.load import load_config, read_config
 from megatron.config.schema import Config
+from megatron.config.validation import check_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.training.resolve_run import resolve_run
+from megatron.training.train import train
 from megatron.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -82,12 +84,14 @@ def test_the_machine_determines_unset_keys(
         ),
     ],
 )
-def test_refused_before_anything_is_started(machine: LocalHardware, overrides: list[str], message: str) -> None:
+def test_invalid_runs_are_rejected_before_anything_starts(
+    machine: LocalHardware, overrides: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         resolve_run(config(*overrides), machine)
 
 
-def test_processes_that_were_started_decide() -> None:
+def test_started_processes_determine_the_world_size() -> None:
     assert resolve_run(config(), LOGIN_NODE, rank_info=RankInfo(0, 2)).config.launch.num_gpus == 2
     with pytest.raises(UserError, match=r"num_gpus is 4, but 2 processes were started"):
         resolve_run(config("num_gpus=4"), LOGIN_NODE, rank_info=RankInfo(0, 2))
@@ -133,10 +137,10 @@ def test_an_unexpected_number_of_processes(overrides: list[str], rank_info: Rank
 
 
 def test_a_configuration_that_no_file_gave_is_checked_too() -> None:
-    good = config()
-    wrong = good.replace(num_attention_heads=3)
-    with pytest.raises(UserError, match="hidden_size 8 is not divisible by num_attention_heads 3"):
-        resolve_run(wrong, LOGIN_NODE)
+    wrong = config().replace(num_attention_heads=3)
+    for use in (check_config, train):
+        with pytest.raises(UserError, match="hidden_size 8 is not divisible by num_attention_heads 3"):
+            use(wrong)
 
 
 def reloaded(config: Config, folder: Path) -> Config:

@@ -80,7 +80,7 @@ def test_it_rises_then_never_rises_again_and_ends_at_min_lr(
 
 @pytest.mark.parametrize("style", ["linear", "minus_sqrt", "cosine", "exponential"])
 @pytest.mark.parametrize("floor", [0.0, 1e-4])
-def test_wsd_is_the_papers(style: str, floor: float) -> None:
+def test_wsd_matches_the_papers(style: str, floor: float) -> None:
     """WSD: MiniCPM's three phases (2404.06395, section 4.2), the cooldowns of 2405.18392, section 3.1, and
     Megatron's.
     """
@@ -113,7 +113,7 @@ def test_wsd_is_the_papers(style: str, floor: float) -> None:
 
 
 @pytest.mark.parametrize("cooldown", ["cosine", "inverse_sqrt"])
-def test_infinite_is_the_papers(cooldown: str) -> None:
+def test_infinite_matches_the_paper(cooldown: str) -> None:
     """Infinite schedule (2403.08763, section 7.4): warmup, cooldown to a constant rate, that rate, exponential
     annealing.
     """
@@ -143,7 +143,7 @@ def test_infinite_is_the_papers(cooldown: str) -> None:
     assert [again(1000 + int(step)) for step in t] == [annealed(int(step)) for step in t]
 
 
-def test_a_decay_that_is_added_to_a_trunk_is_no_jump() -> None:
+def test_a_decay_added_to_a_trunk_is_not_a_jump() -> None:
     trunk = build_schedule(options(lr_decay_style="wsd", lr_warmup_iters=2, lr_decay_iters=1000), 1000)
     branch = build_schedule(options(lr_decay_style="wsd", lr_warmup_iters=2, lr_wsd_decay_iters=50), 550)
     assert describe_rate_jump(trunk, branch, 500) is None
@@ -188,7 +188,7 @@ def test_a_too_long_warmup_of_a_stage_is_reported() -> None:
     assert line.startswith("lr_warmup_iters 70: warm-up does not end before its last step 50; the rate reaches 70% of")
 
 
-def test_a_refusal_of_wsd_names_the_values_that_were_given() -> None:
+def test_wsd_errors_name_the_given_values() -> None:
     with pytest.raises(
         UserError, match=r"lr_warmup_iters 30 \+ lr_wsd_decay_fraction 0.1 \(steps: 1\) are more steps than"
     ):

@@ -124,7 +124,7 @@ def test_a_staged_run_is_the_same_wherever_it_is_killed(
         stored = load_checkpoint_config(path)
         assert (stored.model.seq_length, stored.data.train_data_paths) == (length, paths)  # folder resolved to paths
         assert TrainerState.read(path).step == step
-    assert load_model(tmp_path / "whole").config.model.seq_length == 32
+    assert load_model(tmp_path / "whole").run.config.model.seq_length == 32
     for killed in (2, 3, 5, 6):  # 3 and 5 are boundaries
         run = tmp_path / f"killed_{killed}"
         again = config.replace(save=str(run), load=str(run))
@@ -294,7 +294,7 @@ def test_a_branch_that_was_killed_before_its_first_checkpoint_is_a_branch_again(
     assert same_weights(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_stage_that_names_a_decay_begins_a_schedule_of_its_own(corpus: Path, tmp_path: Path) -> None:
+def test_a_stage_with_a_decay_starts_its_own_schedule(corpus: Path, tmp_path: Path) -> None:
     """A stage that names a decay starts its own schedule.
 
     The infinite schedule restarts in the second half of a run: warmup, cooldown and annealing again.
@@ -334,7 +334,7 @@ def test_insufficient_memory_is_reported_for_the_current_stage(
     usual_step, usual_build = Trainer.train_step, training_run.build_model
 
     def train_step(self: Trainer, stop: Any) -> bool:
-        if self.run.config.model.seq_length == 32:
+        if self.run.run.config.model.seq_length == 32:
             raise MemoryError
         return usual_step(self, stop)
 
@@ -388,7 +388,7 @@ def test_a_checkpoint_of_another_stage_is_rejected(corpus: Path, tmp_path: Path)
         plan_resume(moved, ProcessGroups())
 
 
-def test_epochs_make_the_steps_and_a_run_keeps_them(
+def test_epochs_determine_the_steps_and_a_run_keeps_them(
     tmp_path: Path, read_text: Callable[[], list[torch.Tensor]]
 ) -> None:
     """Epochs determine the number of steps, which a run keeps.
@@ -431,7 +431,7 @@ def test_epochs_make_the_steps_and_a_run_keeps_them(
     assert not [note for note in plan.notes if "train_iters" in note]
 
 
-def test_a_run_goes_back_within_its_stage(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_rolls_back_within_its_stage(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run rolls back within its stage.
 
     A persistently bad loss in the second stage sends the run to the checkpoint at the boundary, written by the previous

@@ -30,7 +30,7 @@ def task_config(run: Path | None, **keys: object) -> Config:
     return tiny_config(Path("no corpus"), run, **{**base, **keys})
 
 
-def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(task_config(whole, train_iters=6, eval_interval=6))
     train(task_config(parts, train_iters=3))

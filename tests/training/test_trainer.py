@@ -111,7 +111,7 @@ def lines_by_kind(run: Path) -> dict[str, list[dict[str, Any]]]:
     return kinds
 
 
-def test_the_flops_that_are_reported_are_the_models(corpus: Path, tmp_path: Path) -> None:
+def test_reported_flops_are_those_of_the_model(corpus: Path, tmp_path: Path) -> None:
     train(tiny_config(corpus, tmp_path))
     loaded = load_model(tmp_path)
     record = records(tmp_path)[4]
@@ -257,12 +257,12 @@ def test_unsupported_runs_are_rejected_without_leftovers(
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_the_weights_that_training_begins_with_can_be_kept(corpus: Path, tmp_path: Path, zero: int) -> None:
+def test_initial_weights_can_be_saved(corpus: Path, tmp_path: Path, zero: int) -> None:
     """`extra_save_iters: [0]` saves the initial weights, as in Pythia's files; a run can resume from them."""
     keys = {"zero_optimization": {"stage": zero}, "extra_save_iters": [0], "train_iters": 2}
     train(tiny_config(corpus, tmp_path / "run", **keys))
     first = tmp_path / "run/checkpoints/step_0000000"
-    assert load_model(first).trainer_state["step"] == 0
+    assert load_model(first).run.trainer_state.step == 0
     train(tiny_config(corpus, tmp_path / "again", load=str(first), **keys))
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
     assert same_weights(tmp_path / "again", tmp_path / "run")

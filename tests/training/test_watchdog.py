@@ -126,7 +126,7 @@ def test_a_rank_that_is_stopped(late: int, corpus: Path, tmp_path: Path, caplog:
     assert "collective: gloo:all_reduce" in caplog.text
 
 
-def test_a_run_that_ends_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
+def test_a_regular_end_leaves_no_stacks(corpus: Path, tmp_path: Path) -> None:
     train(tiny_config(corpus, tmp_path / "run", train_iters=1))
     assert not (tmp_path / "run" / STACKS).exists()
     assert not (tmp_path / "run" / HEARTBEAT_FILE).exists()

@@ -11,7 +11,7 @@ from megatron.utils.console import UnexpectedError, log_traceback, run_console, 
 from megatron.utils.errors import UserError
 
 
-def test_noise_of_every_kind_goes_to_the_log(tmp_path: Path, capfd):
+def test_output_of_libraries_goes_to_the_log(tmp_path: Path, capfd):
     log = tmp_path / "log.txt"
     log.write_text("before\n")
     with run_console(log) as console:
@@ -39,7 +39,7 @@ def test_noise_of_every_kind_goes_to_the_log(tmp_path: Path, capfd):
     assert "after" not in text
 
 
-def test_streams_come_back_after_an_error(tmp_path: Path, capfd):
+def test_streams_are_restored_after_an_error(tmp_path: Path, capfd):
     def fail() -> None:
         with run_console(tmp_path / "log.txt"):
             raise ValueError("no")

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from screen import Clock
 
-from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem, estimate_seconds_left
+from megatron.utils.progress import MAX_OBSERVATIONS, ProgressMeter, WaitAnnouncer, WorkItem, estimate_seconds_left
 
 
 def test_nothing_is_claimed_before_anything_is_measured() -> None:
@@ -48,6 +48,20 @@ def test_starting_up_is_no_jump() -> None:
     assert estimate_seconds_left([done, job]) == pytest.approx(9)
     job.advance(20, 23)  # at half the speed of the other, which counts for another 5 of work
     assert estimate_seconds_left([done, job]) == pytest.approx(80 / ((10 + 5) / (2 + 5 / 10)))
+
+
+def test_one_pause_does_not_move_the_estimate() -> None:
+    """After a pause as long as all work so far, the estimate stays; a lasting change of speed moves it."""
+    job = WorkItem("a", "train", 1000)
+    for step in range(1, 401):
+        job.advance(step, 10 + step)
+    assert estimate_seconds_left([job]) == pytest.approx(600)
+    job.advance(401, 10 + 401 + 400)
+    assert estimate_seconds_left([job]) == pytest.approx(599)
+    assert len(job.observations) <= MAX_OBSERVATIONS
+    for step in range(402, 901):
+        job.advance(step, 811 + 2 * (step - 401))
+    assert estimate_seconds_left([job]) == pytest.approx(200)
 
 
 def test_many_short_jobs_are_estimated_by_their_whole_time() -> None:

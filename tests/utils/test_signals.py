@@ -96,10 +96,10 @@ def test_everything_is_put_back() -> None:
 PATIENT = """
 import ctypes, os, signal, sys, threading, time
 sys.path.insert(0, {root!r})
-from megatron.utils.signals import clean_up_on_signal, raise_on_signals
+from megatron.utils.signals import clean_up_on_signal, convert_signals_to_exceptions
 left = sys.argv[1]
 open(left, "w").close()
-with raise_on_signals(), clean_up_on_signal(lambda: os.unlink(left)):
+with convert_signals_to_exceptions(), clean_up_on_signal(lambda: os.unlink(left)):
     libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     threading.Timer(0.3, print, ("busy",), dict(flush=True)).start()  # when the main thread is there
     for _ in range(2):

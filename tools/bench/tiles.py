@@ -43,7 +43,7 @@ from torch.profiler import ProfilerActivity  # noqa: E402
 
 from megatron.kernels.biased_attention import configs as bias_configs  # noqa: E402
 from megatron.kernels.biased_attention.configs import OpTiles  # noqa: E402
-from megatron.kernels.cdape_attention import driver  # noqa: E402
+from megatron.kernels.cdape_attention import chunks, head_products, triton_mixer  # noqa: E402
 from megatron.kernels.runtime import Tile, is_interpreted  # noqa: E402
 from tools.bench.attention_peers import AttentionProblem, build_peers  # noqa: E402
 from tools.bench.error_gate import format_exception  # noqa: E402
@@ -90,7 +90,7 @@ KERNELS = {
     "heads": ("_scores_kernel", "_attend_bwd_kernel"),
     "attend_fwd": ("_attend_fwd_kernel",),
     "attend_sums": ("_attend_sums_kernel",),
-    "product": ("_multiply_transposed_kernel", "_multiply_map_kernel"),
+    "product": ("_multiply_transposed_kernel", "_differentiate_scores_kernel"),
     "bias_fwd": ("_fwd_kernel",),
     "bias_bwd_dq": ("_bwd_dq_kernel",),
     "bias_bwd_dkdv": ("_bwd_dkdv_kernel",),
@@ -102,10 +102,10 @@ OPS = {"cdape": [name for name in CANDIDATES if not name.startswith("bias")],
 
 def install_tiles(tiles: dict[str, Tile]) -> None:
     """Make the drivers use these tiles for all shapes; the dictionary may change later."""
-    driver.choose_processor_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
-    driver.choose_attend_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
-    driver.choose_heads_tile = lambda *shape: tiles["heads"]  # type: ignore[assignment]
-    driver.choose_product_tile = lambda *shape: tiles["product"]  # type: ignore[assignment]
+    chunks.choose_processor_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
+    head_products.choose_attend_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
+    triton_mixer.choose_heads_tile = lambda *shape: tiles["heads"]  # type: ignore[assignment]
+    head_products.choose_product_tile = lambda *shape: tiles["product"]  # type: ignore[assignment]
 
     def choose(*shape: object) -> OpTiles:
         return OpTiles(tiles["bias_fwd"], tiles["bias_bwd_dq"], tiles["bias_bwd_dkdv"])

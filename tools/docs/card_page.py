@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/card.md")
 RESULTS = ROOT / "docs" / "results"
 LEADERBOARD = RESULTS / "zoo.json"
+TABLE_HEAD = """| record | runs | parameters | training length | tokens trained on | seeds of a method |
+|---|--:|--:|--:|--:|--:|"""
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,13 @@ def _read_trained(path: Path) -> list[Record]:
 def render_table(folder: Path = RESULTS) -> str:
     """Render the table, with a sentence on the largest model, including finished runs of unfinished sweeps."""
     trainings = list(list_trainings(folder))
-    records = [*(record for each in trainings for record in each.records), *read_run_folder(folder)]
+    records = [*(record for each in trainings for record in each.records), *read_run_folder(folder).records]
     largest = max((record.parameters or 0 for record in records), default=0)
     tokens = max((record.train_tokens or 0 for record in records), default=0)
     lines = [
         f"The largest model has {largest / 1e6:.2f}M parameters, and the longest training {tokens / 1e6:.2f}M tokens.",
         "",
-        "| record | runs | parameters | training length | tokens trained on | seeds of a method |",
-        "|---|--:|--:|--:|--:|--:|",
+        TABLE_HEAD,
         *(each.format_row() for each in trainings),
     ]
     return "\n".join(lines) + "\n"
@@ -111,10 +112,39 @@ def describe_use_of_context(records: Sequence[Record]) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
+def describe_board(records: Sequence[Record]) -> str:
+    """Describe what a published leaderboard was made of: its trainings, steps, and seeds, by text and task."""
+    trained = [record for record in records if record.parameters and record.step]
+    by_dataset: dict[str, list[Record]] = {}
+    for record in trained:
+        by_dataset.setdefault((record.dataset or record.protocol).partition("(")[0], []).append(record)
+    parts = [
+        f"{dataset} ({format_range(record.step for record in own)} steps; seeds of a method: "
+        f"{format_range(map(len, _list_seeds(own)))})"
+        for dataset, own in by_dataset.items()
+    ]
+    last_date = max(record.date or "" for record in trained)[:10]
+    num_runs = len({record.run for record in trained})
+    text = f"The published leaderboard has {num_runs} trainings, the last of {last_date}: {', '.join(parts)}."
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _list_seeds(records: Sequence[Record]) -> list[set[int]]:
+    seeds: dict[str, set[int]] = {}
+    for record in records:
+        seeds.setdefault(record.method, set()).add(record.seed)
+    return list(seeds.values())
+
+
 def render_page() -> str:
     """Render the page with new generated parts, which are between comments with their names."""
     page = (ROOT / PAGE).read_text(encoding="utf-8")
-    parts = {"trainings": render_table(), "context": describe_use_of_context(read_records(LEADERBOARD))}
+    leaderboard = read_records(LEADERBOARD)
+    parts = {
+        "trainings": render_table(),
+        "board": describe_board(leaderboard),
+        "context": describe_use_of_context(leaderboard),
+    }
     for name, text in parts.items():
         begin, end = f"<!-- {name}: make docs -->\n", f"<!-- end of {name} -->\n"
         before, rest = page.split(begin)

@@ -26,6 +26,8 @@ from megatron.reports.paper_experiment import read_experiment
 from megatron.reports.records import Record, read_records
 from megatron.reports.significance import SIGNIFICANCE_LEVEL, apply_holm_correction, format_p_value
 from megatron.reports.uncertainty import count_seeds_needed
+from tools.docs import card_page
+from tools.docs.record_configuration import ConfigurationChange, describe_changes, find_configuration_change
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/claims.md")
@@ -43,15 +45,13 @@ INTRODUCTION = """# Claims of the papers
 <!-- Written by `make docs` from tools/docs/claims.yml and docs/results: change those, not this page. -->
 
 Each row is a claim of a paper that is a comparison of two numbers, with the published ratio and ours. Ratios below 1
-are in favor of the claim. **Everything here is at one small size**: 0.84M parameters, trained on 1.02M bytes of
-Python's standard library in sequences of 64 bytes, or 32 and 256 in figure 3 ([small.md](results/small.md); the record
-`tasks_mqar` is a task, [tasks.md](results/tasks.md)). A verdict holds for this size, text and learning rate, and for no
-other.
+are in favor of the claim. **Everything here is at one small size**, which [the last table](#records) states for each
+record. A verdict holds for this size, text and learning rate, and for no other.
 
 - **reproduced**, **contradicted**: the difference is significant, in the direction of the claim or against it.
 - **undecided**: it is not significant, or there is one seed.
-- **outdated record**: a baseline was trained before its published setup was implemented
-  ([small.md](results/small.md)); the record must be measured again before it decides anything.
+- **outdated record**: a method was trained before its experiment's file set keys that define it, so the record is of
+  another method. It must be measured again before it decides anything.
 - **not tested**: there is no record.
 
 Ours is the geometric mean of the ratios of equal seeds (for accuracies the mean difference in points), with the 95% t
@@ -60,6 +60,11 @@ page, so a claim may be undecided although its interval excludes no difference. 
 test would find a difference of the measured size with a probability of {power:.0%}, at the level {level} that the
 smallest p of the page must reach. It follows from the deviation of few seeds, so it is rough. It is not computable from
 one seed.
+
+*Set since* names the keys that the experiment's file sets now and that the record was trained without, except for keys
+without effect on its methods. A record proves this itself: its run is named by a hash of the keys that decide a
+training (`tools/docs/record_configuration.py`). Keys that do not define the method (`weight_decay`, `decay_positions`)
+leave a verdict, for the settings of the record. *unknown*: the record has no such hash.
 """
 
 
@@ -77,6 +82,8 @@ class Outcome:
     """Differences of each seed, in favor of the claim if negative: of logarithms, or of accuracies."""
     p: float = math.nan
     holm_p: float = math.nan
+    set_since: str = "–"
+    """Keys that the experiment's file has set since the record."""
 
     @property
     def is_tested(self) -> bool:
@@ -135,8 +142,7 @@ def list_outcomes(content: dict[str, Any]) -> list[list[Outcome]]:
     Returns:
         Outcomes of each paper.
     """
-    outdated = {(record, method) for record, method in content["outdated"]}
-    papers = [[_measure(claim, outdated) for claim in paper["claims"]] for paper in content["papers"]]
+    papers = [[_measure(claim) for claim in paper["claims"]] for paper in content["papers"]]
     tested = [outcome for outcomes in papers for outcome in outcomes if outcome.is_tested]
     corrected = dict(zip(map(id, tested), apply_holm_correction([each.p for each in tested]), strict=True))
     return [
@@ -144,11 +150,12 @@ def list_outcomes(content: dict[str, Any]) -> list[list[Outcome]]:
     ]
 
 
-def _measure(claim: dict[str, Any], outdated: set[tuple[str, str]]) -> Outcome:
+def _measure(claim: dict[str, Any]) -> Outcome:
     if "untested" in claim:
         return Outcome(f"{claim['claim']} ({claim['untested']})", claim["source"], None, UNTESTED)
     record, cells, metric = claim["record"], claim["compare"], get_metric(claim.get("metric", "perplexity"))
-    pairs = pair_by_seed(*(_select_records(record, cell, metric.name) for cell in cells))
+    own, other = (_select_records(record, cell, metric.name) for cell in cells)
+    pairs = pair_by_seed(own, other)
     if metric.comparison == "ratio":
         differences = tuple(math.log(left.value) - math.log(right.value) for left, right in pairs)
     else:
@@ -156,14 +163,23 @@ def _measure(claim: dict[str, Any], outdated: set[tuple[str, str]]) -> Outcome:
     published = claim.get("published")
     if published is None:
         published = _format_published_ratios(claim.get("quoted", record), cells, claim.get("names", {}))
-    is_outdated = any((record, cell.rpartition("@")[0]) in outdated for cell in cells)
+    changes = {each[0].method: _find_change(record, each[0]) for each in (own, other)}
+    is_outdated = any(change.redefines_method for change in changes.values())
     p = math.nan
     if len(differences) > 1 and not is_outdated:
         p = float(stats.ttest_1samp(differences, 0.0).pvalue)
     verdict = OUTDATED if is_outdated else UNDECIDED
     where = dict.fromkeys(_format_place(cell) for cell in cells)
     text = f"{claim['claim']} ({' against '.join(where)})"
-    return Outcome(text, claim["source"], record, verdict, published, metric, differences, p)
+    set_since = describe_changes(changes)
+    return Outcome(text, claim["source"], record, verdict, published, metric, differences, p, set_since=set_since)
+
+
+def _find_change(name: str, record: Record) -> ConfigurationChange:
+    """Find what has changed since a record in the file of its experiment, if it is of one."""
+    if _read_record_file(name)[1].parent.name != "small":
+        return ConfigurationChange({}, is_known=False)
+    return find_configuration_change(name, record)
 
 
 def _format_place(cell: str) -> str:
@@ -181,7 +197,7 @@ def _decide(outcome: Outcome, holm_p: float) -> Outcome:
 def _format_outcome(outcome: Outcome, level: float) -> str:
     """Format the row of a claim. `level` is the p value that the smallest one of the page must reach."""
     if outcome.metric is None:
-        return f"| {outcome.claim} | {outcome.source} | – | – | – | **{outcome.verdict}** | – |"
+        return f"| {outcome.claim} | {outcome.source} | – | – | – | – | **{outcome.verdict}** | – |"
     num_seeds, mean = len(outcome.differences), statistics.fmean(outcome.differences)
     bounds: tuple[float, ...] = ()
     needed = "not computable"
@@ -202,7 +218,7 @@ def _format_outcome(outcome: Outcome, level: float) -> str:
     ours += f" [{interval}]" if bounds else ""
     return (
         f"| {outcome.claim} | {outcome.source} | {outcome.published} | {ours}{test} | {outcome.record}, {seeds} "
-        f"| **{outcome.verdict}** | {needed} |"
+        f"| {outcome.set_since} | **{outcome.verdict}** | {needed} |"
     )
 
 
@@ -229,18 +245,19 @@ def _render_parts() -> Iterator[str]:
         yield f"Of {len(outcomes)} claims: {_describe_counts(outcomes)}.\n"
         if "note" in paper:
             yield f"{textwrap.fill(paper['note'].strip(), 120, break_long_words=False)}\n"
-        yield "\n| claim | source | published ratio | ours, p | record | verdict | seeds |\n"
-        yield "|---|---|---|---|---|---|---|\n"
+        yield "\n| claim | source | published ratio | ours, p | record | set since | verdict | seeds |\n"
+        yield "|---|---|---|---|---|---|---|---|\n"
         yield from (f"{_format_outcome(outcome, level)}\n" for outcome in outcomes)
+    yield f"\n## Records\n\n{card_page.TABLE_HEAD}\n"
+    for name in dict.fromkeys(outcome.record for outcome in everything if outcome.record is not None):
+        trained = tuple(record for record in _read_record_file(name)[0] if record.parameters and record.step)
+        yield f"{card_page.RecordedTrainings(name, trained).format_row()}\n"
     yield CONCLUSION
 
 
 CONCLUSION = """
-## Other papers
-
-DAPE (the first version), ALiBi, FIRE, and the Forgetting Transformer have no experiment file here, so none of their
-tables is quoted. DAPE, ALiBi, and FIRE occur above as baselines of others. [methods.md](results/methods.md) compares
-the methods' formulas with published code, and the [leaderboard](results/zoo.md) has all four at one small size.
+The text of `zoo` is that of the [leaderboard](results/zoo.md); that of `tasks_mqar` is a task
+([tasks.md](results/tasks.md)). The others were trained on Python's standard library ([small.md](results/small.md)).
 
 To change a verdict, train the record again with more seeds, for example
 `./deepy.py sweep small dape_t10 'sweep.seeds=[1, 2, 3, 4, 5]'`, replace the record, and run `make docs`.

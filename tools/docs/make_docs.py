@@ -62,13 +62,18 @@ def _split_svg(content: bytes) -> tuple[str, list[bytes]]:
     return re.sub(r"[a-z]+[0-9a-f]{10}", "", EMBEDDED_MAP.sub("", text)), maps
 
 
-def main() -> None:
-    """Write every page and picture that has changed, and print its name."""
+def write_pages() -> None:
+    """Write every page that has changed, and print its name."""
     for page, make in PAGES.items():
         path, text = ROOT / page, make()
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
             print(f"written: {page}")
+
+
+def main() -> None:
+    """Write every page and picture that has changed, and print its name."""
+    write_pages()
     pictures = {ROOT / picture: content for picture, content in position_plots.draw_pictures().items()}
     pictures[ROOT / parallel_page.PICTURE] = parallel_page.draw_picture()
     folder = ROOT / position_plots.FOLDER

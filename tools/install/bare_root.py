@@ -143,11 +143,13 @@ class BareRoot:
         return "/srv/farfield.git"
 
     def _connect(self) -> None:
-        """Give the root this machine's name servers and certificates, and a user."""
+        """Give the root this machine's name servers and certificates, the name `localhost`, and a user."""
         # Lists of Debian testing expire after a week, and a mirror may lag behind.
         settings = self.folder / "etc" / "apt" / "apt.conf.d" / "99-old-lists"
         settings.write_text('Acquire::Check-Valid-Until "false";\n', encoding="utf-8")
         shutil.copy("/etc/resolv.conf", self.folder / "etc" / "resolv.conf")
+        # Debian's installer and container engines write this file, debootstrap does not.
+        (self.folder / "etc" / "hosts").write_text("127.0.0.1 localhost\n::1 localhost\n", encoding="utf-8")
         if trusted := self._find_certificates(os.environ):
             target = self.folder / CERTIFICATES.lstrip("/")
             target.parent.mkdir(parents=True, exist_ok=True)

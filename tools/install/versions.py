@@ -49,6 +49,8 @@ TESTS = (
     "tests/conversion/test_refresh_export.py",
     "tests/conversion/test_tokenizer.py",
     "tests/conversion/test_families.py",
+    "tests/conversion/test_hugging_face.py",
+    "tests/conversion/test_newer_models.py",
     "tests/evaluation/test_harness_tasks.py",
     "tests/data/test_sources.py",
     "tests/checkpoint",

@@ -63,31 +63,35 @@ class LeaderboardResults:
         """Describe the setup of the results."""
         baseline = next(record for record in self.records if record.metric == METRIC and record.method == BASELINE)
         task_seeds = {record.seed for record in self.records if record.metric != METRIC and record.run is not None}
-        seeds = "one seed each" if len(task_seeds) == 1 else f"{len(task_seeds)} seeds each"
+        tasks = ""
+        if task_seeds:
+            seeds = "one seed each" if len(task_seeds) == 1 else f"{len(task_seeds)} seeds each"
+            tasks = f"; needles and tasks have {seeds}"
         return (
             f"For the text, a model of {(baseline.parameters or 0) / 1e6:.2f}M parameters is trained for "
             f"{baseline.step} steps and evaluated on {baseline.dataset}; perplexities on other texts or after other "
             f"numbers of steps differ. A perplexity is the mean over {FULL_SEEDS} seeds, or over n seeds if marked "
-            f"(n …); needles and tasks have {seeds}. {BASELINE} is shown for comparison. For the setup and all other "
+            f"(n …){tasks}. {BASELINE} is shown for comparison. For the setup and all other "
             "methods, see "
             f"[the leaderboard](../results/{RECORD.stem}.md)."
         )
 
     def _compare_with_advice(self, name: str, entry: str) -> str:
-        """Compare the methods named in an entry's advice by the record, if any of their results is a single seed."""
+        """Compare the methods named in an entry's advice by the record."""
         advice = re.split(r"^- \*\*", entry.partition("- **When:**")[2], maxsplit=1, flags=re.MULTILINE)[0]
         words = [word for word in dict.fromkeys(re.findall(r"\w+", advice)) if word not in ORDINARY_WORDS]
         methods = [name, *(word for word in words if word in self.values and word != name)]
-        if name not in self.values or len(methods) == 1 or all(len(self.seeds[method]) > 1 for method in methods):
+        if name not in self.values or len(methods) == 1:
             return ""
         found = []
         for method in methods:
             num_seeds = len(self.seeds[method])
             mean = statistics.fmean(self.values[method])
             found.append(f"{mean:.2f} for `{method}` ({num_seeds} seed{'s' * (num_seeds > 1)})")
+        doubt = ": a result of one seed may be chance" if any(len(self.seeds[each]) == 1 for each in methods) else ""
         return (
-            f"The advice above concerns larger models. Here the perplexity at {self.longest:,} tokens is "
-            f"{', '.join(found[:-1])} and {found[-1]}: a result of one seed may be chance."
+            f"The advice above concerns larger models. Here the mean perplexity at {self.longest:,} tokens is "
+            f"{', '.join(found[:-1])} and {found[-1]}{doubt}."
         )
 
     def _render_rows(self, table: TextTable, variants: set[str]) -> str:

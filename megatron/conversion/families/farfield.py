@@ -32,7 +32,7 @@ from megatron.options.model import (
     get_num_kv_heads,
     get_qk_norm,
     has_qkv_bias,
-    list_norm_parts,
+    list_norm_parameters,
 )
 from megatron.options.position import PositionOptions
 from megatron.position.catalog import read_encoding_facts
@@ -269,7 +269,7 @@ def _weight_mappings(config: Config) -> Iterator[WeightMapping]:
     layers = list_layer_positions(config.position, model.num_layers)
     kinds = {id(own): own for own in layers}  # identical layers are one object
     parameters = {key: _list_position_parameters(config, own) for key, own in kinds.items()}
-    norm_parts, qk_norm_parts = (list_norm_parts(model, kind) for kind in (model.norm, get_qk_norm(model)))
+    norm_parts, qk_norm_parts = (list_norm_parameters(model, kind) for kind in (model.norm, get_qk_norm(model)))
 
     def layer_table(layer_idx: str) -> Iterator[tuple[str, str, Transform]]:
         hf_prefix = f"model.layers.{layer_idx}"

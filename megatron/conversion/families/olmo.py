@@ -20,6 +20,7 @@ from megatron.conversion.families.llama import (
 from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.hf_layers import (
     LAYER_TYPES,
+    ROPE_DIFFERENCE,
     combine_rotations,
     find_rotation_conflict,
     find_window_conflict,
@@ -120,5 +121,6 @@ OLMO3 = replace(
     from_hf_config=_olmo3_from_hf_config,
     supported_values=_olmo3_supported_values,
     to_hf_keys=_olmo3_to_hf_keys,
+    known_difference=f"{ROPE_DIFFERENCE}; transformers 4 rotates layers with a window by the base of the others",
     find_other_conflict=_find_olmo3_conflict,
 )

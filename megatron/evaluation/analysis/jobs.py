@@ -27,9 +27,9 @@ from megatron.evaluation.analysis.analysis import (
     needs_text,
 )
 from megatron.evaluation.eval_target import choose_lengths
-from megatron.evaluation.jobs import RunJob, build_run_jobs, list_run_names
+from megatron.evaluation.jobs import RunJob, build_run_jobs
 from megatron.evaluation.protocols import build_scoring_plan
-from megatron.evaluation.provenance import format_method_name
+from megatron.evaluation.provenance import distinguish_names, list_method_names
 from megatron.evaluation.task_eval import TaskEval, build_task_eval, is_task_run
 from megatron.evaluation.texts import EvalText, load_common_text
 from megatron.model.device_dtype import check_precision
@@ -266,13 +266,12 @@ def build_analysis_jobs(request: AnalysisRequest) -> list[AnalysisJob]:
     """Build jobs for the runs, then for the configurations, with distinct names."""
     options = request.options
     overrides = list_overrides(options)
-    names = list_run_names(request.runs, **overrides)
+    configs, run_sources = [run.config for run in request.runs], [run.name for run in request.runs]
+    names = distinguish_names(list_method_names(configs, **overrides), configs, run_sources)
     names += [
-        f"{format_method_name(config.position, override_position(config.model, config.position, **overrides))} "
-        "(untrained)"
-        for _, config in request.untrained
+        f"{name} (untrained)" for name in list_method_names([config for _, config in request.untrained], **overrides)
     ]
-    sources = [*(run.name for run in request.runs), *(text for text, _ in request.untrained)]
+    sources = [*run_sources, *(text for text, _ in request.untrained)]
     unique_names: list[str] = []
     for name, source in zip(names, sources, strict=True):  # in evaluations the seeds of a method share a name
         unique_names.append(f"{name} [{source}]" if name in unique_names else name)

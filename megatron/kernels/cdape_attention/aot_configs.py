@@ -8,20 +8,21 @@ from typing import Any
 
 import torch
 
+from megatron.kernels.cdape_attention import partial_sums
 from megatron.kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from megatron.kernels.cdape_attention.configs import (
     build_attend_constants,
     build_heads_constants,
     build_processor_constants,
     build_product_constants,
-    build_transposed_product_constants,
     choose_attend_tile,
     choose_heads_tile,
     choose_processor_tile,
     choose_product_tile,
 )
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
-from megatron.kernels.cdape_attention.products import _multiply_map_kernel, _multiply_transposed_kernel
+from megatron.kernels.cdape_attention.partial_sums import _partial_sums_kernel
+from megatron.kernels.cdape_attention.products import _differentiate_scores_kernel, _multiply_transposed_kernel
 from megatron.kernels.cdape_attention.scores import _scores_kernel
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from megatron.kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, PassKernel, build_signature
@@ -57,7 +58,10 @@ PROCESSOR_KERNELS = {
 ATTEND_KERNELS = {"attend_fwd": _attend_fwd_kernel, "attend_sums": _attend_sums_kernel}
 HEAD_TILE_KERNELS = {"scores": _scores_kernel, "attend_bwd": _attend_bwd_kernel}
 """Kernels whose programs process a tile of all heads."""
-PRODUCT_KERNELS = {"multiply_map": _multiply_map_kernel, "multiply_transposed": _multiply_transposed_kernel}
+PRODUCT_KERNELS = {
+    "differentiate_scores": _differentiate_scores_kernel,
+    "multiply_transposed": _multiply_transposed_kernel,
+}
 FLOAT32_POINTERS = (
     *("sinks_ptr", "offsets_ptr"),
     *("logits_ptr", "bias_contributions_ptr", "bias_ptr", "b2_ptr", "stats_ptr", "sums_ptr"),
@@ -149,18 +153,28 @@ def _build_product_config(
     """Build the configuration of a product; `add`: the result is added to earlier chunks' sums in float32."""
     kernel: Any = PRODUCT_KERNELS[name]
     tile = choose_product_tile(dim, DTYPES_BY_NAME[dtype_name])
-    is_transposed = name == "multiply_transposed"
-    constants = (
-        build_transposed_product_constants(dim, tile, add=add) if is_transposed else build_product_constants(dim, tile)
-    )
     suffix = " odd" if odd else " documents" if documents else " add" if add else ""
-    constants = _add_document_starts(constants, documents)
+    constants = _add_document_starts(build_product_constants(dim, tile, add=add), documents)
     return KernelConfig(
         name=f"{name}{suffix} d={dim} {dtype_name}",
         kernel=kernel,
-        signature=build_signature(kernel, constants, dtype_name, ("out_ptr",) if add else (), () if odd else ("C",)),
+        signature=build_signature(
+            kernel, constants, dtype_name, ("out_ptr", "dk_ptr") if add else (), () if odd else ("C",)
+        ),
         constexprs=constants,
         options=tile.options,
+    )
+
+
+def _build_sums_config(*, add: bool) -> KernelConfig:
+    """Build the configuration of the sums that the CUDA kernels leave: of tables, of weights, and of E."""
+    output = ("*fp32", "*fp32", "i32", "i32", "i32:16", "i32:16", "i32:16", "i32:16")
+    return KernelConfig(
+        name=f"partial_sums{' add' * add}",
+        kernel=_partial_sums_kernel,
+        signature={"outputs": (output,) * 3},
+        constexprs=partial_sums.build_constants(partial_sums.TILE, add=add),
+        options=partial_sums.TILE.options,
     )
 
 
@@ -202,7 +216,9 @@ def list_configurations() -> Iterator[KernelConfig]:
     for name in PRODUCT_KERNELS:
         yield _build_product_config(name, 64, "bf16", odd=True)
         yield _build_product_config(name, 64, "bf16", documents=True)
-    yield _build_product_config("multiply_transposed", 64, "bf16", add=True)
+        yield _build_product_config(name, 64, "bf16", add=True)
+    for add in (False, True):
+        yield _build_sums_config(add=add)
     yield _build_attend_config("attend_fwd", 64, "bf16", DECODE_ROWS)
     yield _build_head_tile_config("scores", 12, 64, "bf16", DECODE_ROWS)
     yield _build_head_tile_config("attend_bwd", 12, 64, "bf16", ROWS, odd=True)
@@ -259,7 +275,8 @@ def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int 
         has_loop=True,
     )
     product = choose_product_tile(dim, DTYPES_BY_NAME[dtype_name])
-    for name, launches in (("multiply_map", 1), ("multiply_transposed", 2)):
+    # The second computes two products, and the shorter of both loops is counted for each.
+    for name, launches in (("multiply_transposed", 1), ("differentiate_scores", 2)):
         yield PassKernel(
             _build_product_config(name, dim, dtype_name),
             product.block_m * product.block_n / heads,

@@ -77,23 +77,24 @@ class BiasProduct:
         first, width = self.offset + self.shape.padding - column, self.shape.width
         return product[..., first : first + self.rows, width * (1 + column) : width * (2 + column)]
 
-    def add_gradient(self, gradient: Tensor, partial: Tensor, *, is_first: bool) -> None:
-        """Add the gradient of U from a chunk.
+    def pair_edge_gradients(self, gradient: Tensor, partial: Tensor, first_row: int) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs for `add_sums`: where the gradient of E of a chunk's rows goes, and [B, rows, D] by sequence.
+
+        No other chunk has these rows.
 
         Args:
             gradient: one layer's slice of the result of `allocate_gradient`.
-            partial: [parts, n, D]; the first N + p entries count.
-            is_first: True if nothing was added before.
+            partial: [B, rows, p, D or more].
+            first_row: first row of the chunk.
         """
-        padding, width = self.shape.padding, self.shape.width
-        covered = min(partial.shape[1], padding + self.count)
-        add_sum(gradient[:covered, :width], partial[:, :covered], is_first=is_first)
-
-    def set_edge_gradient(self, gradient: Tensor, partial: Tensor, first_row: int) -> None:
-        """Store the gradient of E from a chunk, [B, rows, p, D]; no other chunk has these rows."""
-        for column in range(self.shape.padding):
-            rows = self._select_edge(gradient, column)[first_row : first_row + partial.shape[1]]
-            torch.sum(partial[:, :, column], 0, out=rows)
+        width, (_, rows, padding, _) = self.shape.width, partial.shape
+        stride = gradient.stride(0)
+        pairs = []
+        for column in range(padding):
+            start = gradient.storage_offset() + stride * (self.offset + padding - column + first_row)
+            into = gradient.as_strided((rows, width), (stride, 1), start + width * (1 + column))
+            pairs.append((into, partial[:, :, column]))
+        return pairs
 
     def add_edge_gradient(self, gradient: Tensor, partial: Tensor, position: int, document_starts: Tensor) -> None:
         """Add the gradient of E from a chunk of packed documents.
@@ -109,7 +110,7 @@ class BiasProduct:
         places = (rows - document_starts).flatten()
         for column in range(self.shape.padding):
             into = self._select_edge(gradient, column)
-            into.index_put_((places,), partial[:, :, column].flatten(0, 1), accumulate=True)
+            into.index_put_((places,), partial[:, :, column, : self.shape.width].flatten(0, 1), accumulate=True)
 
     def differentiate(
         self, gradient: Tensor, bias: Tensor | None, bias_weight: Tensor, dbias: Tensor
@@ -150,11 +151,3 @@ class BiasProduct:
 def get_bias_product(shape: WeightShape, rows: int, offset: int, window: int | None, dtype: torch.dtype) -> BiasProduct:
     """Return the product for calls of these sizes, cached for all layers and steps."""
     return BiasProduct(shape, rows, offset, window, dtype)
-
-
-def add_sum(total: Tensor, partial: Tensor, *, is_first: bool) -> None:
-    """Add the sum over the first dimension to `total`, which is overwritten if `is_first`."""
-    if is_first:
-        torch.sum(partial, 0, out=total)
-    else:
-        total += partial.sum(0)

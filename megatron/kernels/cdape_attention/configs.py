@@ -10,7 +10,7 @@ the host has a few microseconds per launch. Do not modify cached constants.
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -112,15 +112,9 @@ def build_processor_constants(
 
 
 @cache
-def build_product_constants(dim: int, tile: Tile) -> dict[str, Any]:
-    """Return the constants of the product of a map with head rows."""
-    return {**build_head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
-
-
-@cache
-def build_transposed_product_constants(dim: int, tile: Tile, *, add: bool) -> dict[str, Any]:
-    """Return the constants of the product of a transposed map with head rows."""
-    return build_product_constants(dim, tile) | {"ADD": add}
+def build_product_constants(dim: int, tile: Tile, *, add: bool) -> dict[str, Any]:
+    """Return the constants of products of maps with head rows; `add`: to the sums of other chunks' columns."""
+    return {**build_head_dim_constants(dim), **tile.blocks, "ADD": add, "INPUT_PRECISION": INPUT_PRECISION}
 
 
 @cache
@@ -155,6 +149,7 @@ def compute_max_chunk_rows(heads: int, columns: int) -> int:
     return ((1 << 31) - 1) // (count_padded_channels(heads) * columns)
 
 
+@lru_cache(maxsize=256)
 def choose_chunk_rows(
     batch: int, heads: int, rows: int, columns: int, dtype: torch.dtype, device: DeviceProperties
 ) -> int:

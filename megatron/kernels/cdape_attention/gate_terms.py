@@ -159,20 +159,29 @@ def build_gate_operands(
         residual_bias: True if the bias is also added to the logits.
     """
     (first, last), (left, right) = rows, columns
-    padding, widths = terms.edge.shape[2] // 4, (0, WIDTH - terms.rows.shape[2])
+    batch, _, width = terms.rows.shape
+    padding, inside = terms.edge.shape[2] // 4, slice(MAX_TILE_COLUMNS, MAX_TILE_COLUMNS + right - left)
     origin = terms.rows[:, first : first + 1]
-    of_rows, edge = terms.rows[:, first:last] - origin, terms.edge[:, first:last]
+    # PyTorch subtracts in float64 and rounds what it writes, in one operation.
+    of_rows = _allocate_operand(terms.rows, (batch, last - first, WIDTH), is_whole=width == WIDTH)
+    torch.sub(terms.rows[:, first:last], origin, out=of_rows[..., :width])
+    edge = _allocate_operand(terms.edge, (batch, last - first, 4 * padding, WIDTH), is_whole=width == WIDTH)
+    edge[..., :width] = terms.edge[:, first:last]
     # A block's tiles may begin left of column 0, and may end after the column of its last row.
-    around = (MAX_TILE_COLUMNS, BLOCK_ROWS + MAX_TILE_COLUMNS)
-    of_columns = F.pad((terms.columns[:, left : right + padding] + origin).float(), (*widths, *around))
+    entries = right - left + BLOCK_ROWS + 2 * MAX_TILE_COLUMNS
+    of_columns = _allocate_operand(terms.columns, (batch, entries + padding, WIDTH))
+    seen = slice(inside.start, inside.stop + padding)
+    torch.add(terms.columns[:, left : right + padding], origin, out=of_columns[:, seen, :width])
+    bias = _allocate_operand(key_bias, (batch, HEADS, entries + -entries % 4))
     if residual_bias:
-        bias = (key_bias[..., left:right] + row_bias[..., first : first + 1]).float()
-        bias = F.pad(bias, (*around, 0, HEADS - bias.shape[1]))
-        bias = F.pad(bias, (0, -bias.shape[2] % 4))
-    else:
-        entries = sum(around) + right - left
-        bias = of_rows.new_zeros(len(of_rows), HEADS, entries + -entries % 4, dtype=torch.float32)
-    return GateOperands(F.pad(of_rows.float(), widths), of_columns, F.pad(edge.float(), widths), bias)
+        of_heads = bias[:, : key_bias.shape[1], inside]
+        torch.add(key_bias[..., left:right], row_bias[..., first : first + 1], out=of_heads)
+    return GateOperands(of_rows, of_columns, edge, bias)
+
+
+def _allocate_operand(like: Tensor, sizes: tuple[int, ...], *, is_whole: bool = False) -> Tensor:
+    """Allocate a float32 tensor, of zeros unless all of it will be written."""
+    return (like.new_empty if is_whole else like.new_zeros)(sizes, dtype=torch.float32)
 
 
 def compute_row_offsets(row_bias: Tensor, chunk_rows: int) -> Tensor:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.cdape_attention import driver, mixer, mixer_forward
+from megatron.kernels.cdape_attention import mixer, mixer_forward
 from megatron.kernels.cdape_attention.args import CdapeArgs, check_shapes
+from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem, Chunk, list_chunks
 from megatron.kernels.cdape_attention.configs import choose_chunk_rows
 from megatron.kernels.cdape_attention.gate_terms import (
     GateSums,
@@ -32,6 +33,21 @@ from megatron.kernels.cdape_attention.geometry import (
     MixerKernel,
     choose_kernel,
 )
+from megatron.kernels.cdape_attention.head_products import (
+    AttentionOutput,
+    allocate_key_gradients,
+    allocate_output,
+    average_values,
+    differentiate_scores,
+    differentiate_sinks,
+    multiply_transposed,
+)
+from megatron.kernels.cdape_attention.mixer_chunks import (
+    BACKWARD_KERNELS,
+    build_logit_inputs,
+    differentiate_mixer_of_chunk,
+    differentiate_softmax_of_chunk,
+)
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, unpack_weights
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
 from megatron.kernels.cuda.launch import launch_kernel
@@ -39,7 +55,7 @@ from megatron.kernels.runtime import get_arch, get_device_properties, get_uncomp
 
 MAX_KERNEL_SIZE = 3
 """Largest kernel size with gates. More taps leave no registers for the sums of gates, which cover all widths."""
-FAMILIES = (mixer_forward.KERNELS, *driver.BACKWARD_KERNELS)
+FAMILIES = (mixer_forward.KERNELS, *BACKWARD_KERNELS)
 
 
 def describe_unsupported(
@@ -82,7 +98,7 @@ def describe_unsupported_device(q: Tensor, dim: int) -> str | None:
 class GatedCall:
     """Inputs of a call that all its chunks share."""
 
-    problem: driver.CdapeProblem
+    problem: CdapeProblem
     terms: GateTerms
     row_bias: Tensor
     """float64 [B, H, R]."""
@@ -110,14 +126,14 @@ class GatedCall:
         assert kernel is not None  # guaranteed by `describe_unsupported_device`
         return kernel
 
-    def build_inputs(self, chunk: driver.Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
+    def build_inputs(self, chunk: Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
         gates = build_gate_operands(
             *(self.terms, self.row_bias, self.key_bias, (chunk.first, chunk.last), (chunk.left, chunk.right)),
             residual_bias=self.residual_bias,
         )
         # The kernel is chosen for the whole call, so all chunks or none have spans.
         spans = mixer.ColumnSpans(self.problem.window, chunk.left, chunk.document_starts) if self.is_local else None
-        return driver.build_logit_inputs(self.problem, chunk, scaled, k, gates)._replace(spans=spans)
+        return build_logit_inputs(self.problem, chunk, scaled, k, gates)._replace(spans=spans)
 
 
 def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, chunk: int | None = None) -> Tensor:
@@ -216,7 +232,7 @@ class _AttendWithGates(torch.autograd.Function):
         constants = GateTerms(*(x.detach() for x in terms))
         call = GatedCall(problem, constants, *biases, *ctx.options)
         with launch_context(scaled):
-            found = _backward(call, scaled, k, v, driver.AttentionOutput(output, stats, residue), dout)
+            found = _backward(call, scaled, k, v, AttentionOutput(output, stats, residue), dout)
         by_term = [x.double() for x in (found.rows.hidden, found.columns.hidden, found.edge)]
         drow, dkey, dw1, db1 = torch.autograd.grad(terms, leaves, by_term, allow_unused=True, materialize_grads=True)
         if call.residual_bias:
@@ -249,30 +265,30 @@ def _describe_problem(
     offset: int,
     window: int | None,
     document_starts: Tensor | None,
-) -> driver.CdapeProblem:
+) -> CdapeProblem:
     (w1, b1, w2, b2), (_, heads, rows, _) = weights, scaled.shape
     shape = get_weight_shape(heads, w1.shape[0], w1.shape[3], False)
     packed = pack_weights(shape, [(w1[:, :heads], b1, w2, b2)], scaled.dtype)
     none = packed.b2.new_empty(1, 0, 0)  # instead of tables
-    return driver.CdapeProblem(
+    return CdapeProblem(
         *(none, packed.b2.new_empty(heads, 0), PackedWeights(*(x[0] for x in packed)), shape, rows, offset),
-        *(driver.NO_WINDOW_INT32 if window is None else window, scaled.dtype, document_starts),
+        *(NO_WINDOW_INT32 if window is None else window, scaled.dtype, document_starts),
         sinks=sinks,
         uses_mixer=True,
         operands=MixerOperands(none, none, none, packed, shape, offset + rows),
     )
 
 
-def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool) -> driver.AttentionOutput:
-    attended = driver.allocate_output(scaled, needs_residue=needs_gradients)
+def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool) -> AttentionOutput:
+    attended = allocate_output(scaled, needs_residue=needs_gradients)
     kernel, offsets = call.choose_kernel(mixer_forward.KERNELS, k), call.find_sink_offsets()
 
-    def attend(chunk: driver.Chunk) -> None:
+    def attend(chunk: Chunk) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
         logits = mixer_forward.compute_logits(call.build_inputs(chunk, scaled, k), kernel, launch_kernel)
-        driver.average_values(call.problem, chunk, logits, v, attended, offsets)
+        average_values(call.problem, chunk, logits, v, attended, offsets)
 
-    for chunk in driver.iter_chunks(call.problem, call.chunk_rows):
+    for chunk in list_chunks(call.problem, call.chunk_rows):
         attend(chunk)
     return attended
 
@@ -297,32 +313,31 @@ class GateGradients(NamedTuple):
 
 
 def _backward(
-    call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, attended: driver.AttentionOutput, dout: Tensor
+    call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, attended: AttentionOutput, dout: Tensor
 ) -> GateGradients:
     """Return all gradients. The last chunk comes first, so that the others reuse its memory."""
     problem = call.problem
     (batch, heads, rows, _), shape = scaled.shape, problem.shape
     columns = problem.offset + rows
-    chunks = list(driver.iter_chunks(problem, call.chunk_rows))[::-1]
+    chunks = list_chunks(problem, call.chunk_rows)[::-1]
     is_only = len(chunks) == 1
-    dk, dv = driver.allocate_key_gradients(chunks, k)
+    dk, dv = allocate_key_gradients(chunks, k)
     dq, means = torch.empty_like(scaled), torch.empty_like(attended.stats[0])
     drows = means.new_empty(batch, rows, WIDTH + HEADS)
     dcolumns = means.new_zeros(batch, columns, WIDTH + HEADS)
     dedge = means.new_empty(batch, rows, call.terms.edge.shape[2], WIDTH)
     dweights: Tensor | None = None
-    to_logits, to_scores, to_weights = (call.choose_kernel(family, k) for family in driver.BACKWARD_KERNELS)
+    to_logits, to_scores, to_weights = (call.choose_kernel(family, k) for family in BACKWARD_KERNELS)
 
-    def differentiate(chunk: driver.Chunk) -> None:
+    def differentiate(chunk: Chunk) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
         nonlocal dweights
         inputs = call.build_inputs(chunk, scaled, k)
-        maps = driver.differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, to_logits)
-        driver.multiply_transposed(problem, chunk, maps.probabilities, dout, dv, is_only=is_only)
-        found = driver.differentiate_mixer_of_chunk(inputs, maps, (to_scores, to_weights))
+        maps = differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, to_logits)
+        multiply_transposed(problem, chunk, maps.probabilities, dout, dv, is_only=is_only)
+        found = differentiate_mixer_of_chunk(inputs, maps, (to_scores, to_weights))
         dscores = maps.probabilities  # dS is written over P
-        driver.multiply_map(problem, chunk, dscores, k, dq, call.scale)
-        driver.multiply_transposed(problem, chunk, dscores, scaled, dk, is_only=is_only)
+        differentiate_scores(problem, chunk, dscores, (scaled, k), (dq, dk), call.scale, is_only=is_only)
         assert found.rows is not None
         drows[:, chunk.first : chunk.last] = found.rows
         dedge[:, chunk.first : chunk.last] = found.edge
@@ -338,8 +353,8 @@ def _backward(
     hidden = torch.nn.functional.pad(by_column.hidden, (0, 0, problem.padding, 0))
     dsinks = None
     if problem.sinks is not None:
-        dsinks = driver.differentiate_sinks(problem.sinks, attended.stats, means, call.find_sink_offsets())
+        dsinks = differentiate_sinks(problem.sinks, attended.stats, means, call.find_sink_offsets())
     return GateGradients(
         *(dq, dk, dv, unpack_gate_sums(drows, shape.width, heads), by_column._replace(hidden=hidden)),
-        *(dedge[..., : shape.width], unpack_weights(dweights[None], shape), dsinks),
+        *(dedge[..., : shape.width], unpack_weights(dweights, shape), dsinks),
     )

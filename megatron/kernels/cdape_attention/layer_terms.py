@@ -15,16 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.kernels.cdape_attention import mixer
 from megatron.kernels.cdape_attention.bias_product import BiasProduct, get_bias_product
-from megatron.kernels.cdape_attention.driver import (
-    NO_WINDOW_INT32,
-    CdapeProblem,
-    TermSums,
-    add_mixer_sums,
-    allocate_term_sums,
-    unpack_mixer_sums,
-)
+from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
+from megatron.kernels.cdape_attention.term_sums import TermSums, add_mixer_sums, allocate_term_sums, unpack_mixer_sums
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
 from megatron.kernels.runtime import get_backward_number, get_uncompiled_apply
 
@@ -55,9 +50,15 @@ def build_problems(
     edge = edge.unflatten(1, (product.rows, shape.padding))
     operands = MixerOperands(by_distance, edge, biases, weights, shape, last)
     extent = (product.rows, product.offset, window, product.dtype)
+    uses_mixer = mixer.is_enabled()
     each = zip(contributions.unbind(), biases.unbind(), *(x.unbind() for x in weights), strict=True)
     return [
-        CdapeProblem(own, bias, PackedWeights(*rest), shape, *extent, operands=operands, layer=layer)
+        CdapeProblem(
+            *(own, bias, PackedWeights(*rest), shape, *extent),
+            uses_mixer=uses_mixer,
+            operands=operands,
+            layer=layer,
+        )
         for layer, (own, bias, *rest) in enumerate(each)
     ]
 

@@ -7,7 +7,7 @@ p = k//2. The kernels pad H to 16 and D to 32.
 import ctypes
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -143,7 +143,7 @@ class MixerGradients(NamedTuple):
     edge: Tensor
     """Gradient of E, [B, R, p, 32]; [B, R, 4p, 32] with gates."""
     weights: Tensor
-    """Gradients of both weights, [programs, 2 · k · 512], see `unpack_weights`."""
+    """Gradients of both weights, [programs, 1, 2 · k · 512], see `unpack_weights`."""
     rows: Tensor | None = None
     """Gradients of hidden values and logits by row, [B, R, 48] (`gate_terms.unpack_gate_sums`); None without gates."""
 
@@ -248,7 +248,7 @@ class SharedTables:
 def differentiate_mixer(
     inputs: MixerInputs,
     dscores: Tensor,
-    kernels: tuple[MixerKernel, MixerKernel],
+    kernels: Sequence[MixerKernel],
     launch: Launch,
     shared: SharedTables | None = None,
 ) -> MixerGradients:
@@ -274,7 +274,7 @@ def differentiate_mixer(
     new_edge = torch.empty if inputs.spans is None and gates is None else torch.zeros
     dedge = new_edge(batch, rows, padding if gates is None else gates.edge.shape[2], WIDTH, **float32)
     drows = None if gates is None else torch.empty(batch, rows, WIDTH + HEADS, **float32)
-    dweights = torch.empty(prod(to_weights), 2 * fragments.w1.shape[1], **float32)
+    dweights = torch.empty(prod(to_weights), 1, 2 * fragments.w1.shape[1], **float32)
     args = MixerBackwardArgs(
         build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
         inputs.dlogits.data_ptr(),

@@ -14,7 +14,9 @@ from torch import Tensor
 from megatron.kernels.cdape_attention import driver, mixer
 from megatron.kernels.cdape_attention.args import CdapeArgs, check_shapes
 from megatron.kernels.cdape_attention.bias_product import BiasProduct, get_bias_product
+from megatron.kernels.cdape_attention.chunks import CdapeProblem
 from megatron.kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, compute_max_chunk_rows
+from megatron.kernels.cdape_attention.head_products import AttentionOutput
 from megatron.kernels.cdape_attention.layer_terms import (
     LayerTerms,
     build_problems,
@@ -22,6 +24,7 @@ from megatron.kernels.cdape_attention.layer_terms import (
     differentiate_terms,
     get_layer_sums,
 )
+from megatron.kernels.cdape_attention.term_sums import TermSums, add_mixer_sums, allocate_term_sums
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from megatron.kernels.head_dim import MAX_HEAD_DIM
 from megatron.kernels.runtime import DTYPES, get_arch, get_device_properties, get_uncompiled_apply, launch_context
@@ -189,7 +192,7 @@ class _AttendWithTerms(torch.autograd.Function):
     ) -> Tensor:
         get_arch(q)
         sinks = _make_contiguous(sinks)
-        problem = replace(terms.problem, sinks=sinks, uses_mixer=mixer.is_enabled())
+        problem = _configure(terms.problem, sinks, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
         ctx.save_for_backward(*kept, sinks)
         ctx.node, ctx.terms, ctx.scale, ctx.chunk = anchor.grad_fn, terms, scale, chunk
@@ -199,7 +202,7 @@ class _AttendWithTerms(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *kept, sinks = ctx.saved_tensors
-        problem, product = replace(ctx.terms.problem, sinks=sinks, uses_mixer=ctx.uses_mixer), ctx.terms.product
+        problem, product = _configure(ctx.terms.problem, sinks, uses_mixer=ctx.uses_mixer), ctx.terms.product
         if ctx.node is None:  # neither table nor weights need a gradient
             sums = _allocate_sums(problem, product, problem.bias_table.shape[1], kept).select_layer(0)
         else:
@@ -207,12 +210,19 @@ class _AttendWithTerms(torch.autograd.Function):
         return (*_attend_backward(dout, kept, problem, product, sums, ctx), *(None,) * 5)
 
 
+def _configure(problem: CdapeProblem, sinks: Tensor | None, *, uses_mixer: bool) -> CdapeProblem:
+    """Return the problem with these sinks and kernels. A copy takes as long as a launch, and is seldom needed."""
+    if sinks is problem.sinks and uses_mixer == problem.uses_mixer:
+        return problem
+    return replace(problem, sinks=sinks, uses_mixer=uses_mixer)
+
+
 def _make_contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, problem: driver.CdapeProblem, scale: float, chunk: int, *, needs_gradients: bool
+    q: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, scale: float, chunk: int, *, needs_gradients: bool
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """Return the output and the tensors that the backward pass reads.
 
@@ -231,24 +241,24 @@ def _has_residue(kept: Sequence[Tensor | None]) -> bool:
 
 
 def _allocate_sums(
-    problem: driver.CdapeProblem, product: BiasProduct, num_distances: int, kept: Sequence[Tensor | None]
-) -> driver.TermSums:
+    problem: CdapeProblem, product: BiasProduct, num_distances: int, kept: Sequence[Tensor | None]
+) -> TermSums:
     """Return zero-initialized sums for a single call, with L = 1."""
-    sums = driver.allocate_term_sums(1, product, num_distances, problem.bias_contributions.device)
-    return driver.add_mixer_sums(sums, problem) if _has_residue(kept) else sums
+    sums = allocate_term_sums(1, product, num_distances, problem.bias_contributions.device)
+    return add_mixer_sums(sums, problem) if _has_residue(kept) else sums
 
 
 def _attend_backward(
     dout: Tensor,
     kept: Sequence[Any],
-    problem: driver.CdapeProblem,
+    problem: CdapeProblem,
     product: BiasProduct,
-    sums: driver.TermSums,
+    sums: TermSums,
     ctx: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the sinks, and add the others to the layer's sums."""
     scaled, k, v, stats, output, residue = kept
-    attended = driver.AttentionOutput(output, stats, residue)
+    attended = AttentionOutput(output, stats, residue)
     if output is not None and dout.stride() != output.stride():
         dout = torch.empty_like(output).copy_(dout)
     elif dout.stride(3) != 1:

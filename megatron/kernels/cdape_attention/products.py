@@ -48,20 +48,13 @@ def _add_columns(
     return out_a, out_b
 
 
-@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
-def _multiply_map_kernel(
-    map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
-    x_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
-    out_ptr,  # [B, H, R_total, d], at the chunk's first row: written
-    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
-    H,
-    R,
-    C,
-    first_row,
-    first_column,
-    window,
-    R_total,
-    C_total,
+@triton.jit
+def _multiply_rows(
+    start,
+    pair,
+    pointers,
+    extent,
+    sizes,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_DA: tl.constexpr,
@@ -70,17 +63,15 @@ def _multiply_map_kernel(
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Compute out = scale · map · x for BLOCK_M rows of a head. Grid: rows, the last first; heads of the whole batch.
+    """Compute scale · map · x for BLOCK_M rows of a head.
 
-    The last rows attend to the most columns, so the longest programs start first.
+    Pointers are those of the map, of x and of the result; sizes are the rows of the result and of x.
     """
-    start, pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M, tl.program_id(1).to(tl.int64)
+    map_ptr, x_ptr, out_ptr = pointers
+    R, C = extent[0], extent[1]
     map_ptr += pair * R * C
-    x_ptr += pair * C_total * HEAD_DIM
-    out_ptr += pair * R_total * HEAD_DIM
-    if document_starts_ptr is not None:
-        document_starts_ptr += pair // H * R
-    extent = (R, C, first_row, first_column, window, document_starts_ptr)
+    x_ptr += pair * sizes[1] * HEAD_DIM
+    out_ptr += pair * sizes[0] * HEAD_DIM
     row = start + tl.arange(0, BLOCK_M)
     state = (tl.zeros([BLOCK_M, BLOCK_DA], tl.float32), tl.zeros([BLOCK_M, max(BLOCK_DB, 16)], tl.float32))
     pointers = (map_ptr, x_ptr)
@@ -155,7 +146,46 @@ def _add_rows(
     return out_a, out_b
 
 
-@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+@triton.jit
+def _multiply_columns(
+    start,
+    pointers,
+    stride_row,
+    extent,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ADD: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Compute mapᵀ · x, or add it to the result, for BLOCK_N columns of a head.
+
+    Pointers are those of the head's map, of x and of the result.
+    """
+    map_ptr, x_ptr, out_ptr = pointers
+    C = extent[1]
+    out_a = tl.zeros([BLOCK_N, BLOCK_DA], tl.float32)
+    out_b = tl.zeros([BLOCK_N, max(BLOCK_DB, 16)], tl.float32)
+    if ADD:
+        out_a += load_rows(out_ptr, start, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+        if BLOCK_DB:
+            out_b += load_rows(out_ptr, start, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+    pointers = (map_ptr, x_ptr, stride_row)
+    # fmt: off
+    first, whole, end, last = row_ranges(start, extent, BLOCK_M, BLOCK_N)
+    state = _add_rows((out_a, out_b), first, last - (end - whole), whole, end - whole, pointers, start, extent, True,
+                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
+    state = _add_rows(state, whole, end, 0, 0, pointers, start, extent, False,
+                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
+    # fmt: on
+    store_rows(out_ptr, state[0], start, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
+    if BLOCK_DB:
+        store_rows(out_ptr, state[1], start, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["H", "R", "C", "first_row", "first_column", "window", "C_total"])
 def _multiply_transposed_kernel(
     map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
     x_ptr,  # [B, H, R, d] compute type, the chunk's rows; the last dimension is contiguous
@@ -184,26 +214,59 @@ def _multiply_transposed_kernel(
     Grid: columns, heads of the whole batch.
     """
     start, pair = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
-    map_ptr += pair * R * C
     x_ptr += pair // H * stride_batch + pair % H * stride_head
-    out_ptr += pair * C_total * HEAD_DIM
     if document_starts_ptr is not None:
         document_starts_ptr += pair // H * R
     extent = (R, C, first_row, first_column, window, document_starts_ptr)
-    out_a = tl.zeros([BLOCK_N, BLOCK_DA], tl.float32)
-    out_b = tl.zeros([BLOCK_N, max(BLOCK_DB, 16)], tl.float32)
-    if ADD:
-        out_a += load_rows(out_ptr, start, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
-        if BLOCK_DB:
-            out_b += load_rows(out_ptr, start, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
-    pointers = (map_ptr, x_ptr, stride_row)
+    pointers = (map_ptr + pair * R * C, x_ptr, out_ptr + pair * C_total * HEAD_DIM)
     # fmt: off
-    first, whole, end, last = row_ranges(start, extent, BLOCK_M, BLOCK_N)
-    state = _add_rows((out_a, out_b), first, last - (end - whole), whole, end - whole, pointers, start, extent, True,
-                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
-    state = _add_rows(state, whole, end, 0, 0, pointers, start, extent, False,
-                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
+    _multiply_columns(start, pointers, stride_row, extent,
+                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, ADD, INPUT_PRECISION)
     # fmt: on
-    store_rows(out_ptr, state[0], start, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N)
-    if BLOCK_DB:
-        store_rows(out_ptr, state[1], start, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _differentiate_scores_kernel(
+    map_ptr,  # dS, [B, H, R, C] compute type, read where a row sees the column
+    q_ptr,  # scaled queries [B, H, R_total, d] compute type, at the chunk's first row
+    k_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
+    dq_ptr,  # like q: written
+    dk_ptr,  # like k, compute type or float32: written, or added to
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    H,
+    R,
+    C,
+    first_row,
+    first_column,
+    window,
+    R_total,
+    C_total,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ADD: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Compute dq = scale · dS · k for BLOCK_M rows of a head, and dk = dSᵀ · q for BLOCK_N columns.
+
+    Grid: blocks of rows or columns; heads of the whole batch; dq and dk. The last rows and the first columns have the
+    most entries, so the longest programs of both start first.
+    """
+    index, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if document_starts_ptr is not None:
+        document_starts_ptr += pair // H * R
+    extent = (R, C, first_row, first_column, window, document_starts_ptr)
+    # fmt: off
+    if tl.program_id(2) == 0:
+        start = (tl.cdiv(R, BLOCK_M) - 1 - index) * BLOCK_M
+        if start >= 0:
+            _multiply_rows(start, pair, (map_ptr, k_ptr, dq_ptr), extent, (R_total, C_total), scale,
+                           HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
+    elif index * BLOCK_N < C:
+        pointers = (map_ptr + pair * R * C, q_ptr + pair * R_total * HEAD_DIM, dk_ptr + pair * C_total * HEAD_DIM)
+        _multiply_columns(index * BLOCK_N, pointers, HEAD_DIM, extent,
+                          HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, ADD, INPUT_PRECISION)
+    # fmt: on

@@ -2,19 +2,24 @@
 
 import ctypes
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.kernels.cuda.compile import CudaKernel, compile_kernel
+from megatron.kernels.runtime import get_current_device
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
 """Values of the function attributes of these names in cuda.h."""
 
 
+_Parameters = ctypes.c_void_p * 1
+
+
 class _Function(NamedTuple):
     handle: ctypes.c_void_p
-    driver: ctypes.CDLL
+    launch: Any
+    """Driver's `cuLaunchKernel`."""
 
 
 def launch_kernel(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
@@ -29,16 +34,14 @@ def launch_kernel(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.S
         CompileError: if it cannot be compiled.
         RuntimeError: if the driver returns an error.
     """
-    function = _load(kernel, torch.cuda.current_device())
-    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-    _check(
-        function.driver.cuLaunchKernel(
-            *(function.handle, grid[1], grid[0], 1, kernel.num_threads, 1, 1, kernel.shared_bytes),
-            *(ctypes.c_void_p(stream), parameters, None),
-        ),
-        kernel,
-    )
+    device = get_current_device()
+    function = _load(kernel, device)
+    parameters = _Parameters(ctypes.addressof(arguments))
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    block = kernel.num_threads, 1, 1, kernel.shared_bytes
+    result = function.launch(function.handle, grid[1], grid[0], 1, *block, stream, parameters, None)
+    if result != 0:
+        _check(result, kernel)
 
 
 @cache
@@ -53,7 +56,11 @@ def _load(kernel: CudaKernel, device: int) -> _Function:
     _check(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes), kernel)
     # Percent of the cache: as many blocks share a multiprocessor as its memory holds.
     _check(driver.cuFuncSetAttribute(function, PREFERRED_SHARED_MEMORY_CARVEOUT, 100), kernel)
-    return _Function(function, driver)
+    driver.cuLaunchKernel.argtypes = (
+        *(ctypes.c_void_p, *(ctypes.c_uint,) * 7),
+        *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),
+    )
+    return _Function(function, driver.cuLaunchKernel)
 
 
 def _check(result: int, kernel: CudaKernel) -> None:

@@ -190,7 +190,7 @@ def _collect_changes() -> dict[str, Callable[[ModuleType], None]]:
 
 
 class _ChangedModules(importlib.abc.MetaPathFinder):
-    """Import finder that finds modules as usual and patches some of them after loading."""
+    """Import finder that finds modules as Python does and patches some of them after loading."""
 
     def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
         self._changes = changes

@@ -231,7 +231,7 @@ def get_gpu_model(text: str) -> GpuModel:
     Raises:
         UserError: if the name is unknown, or the GPU is only supported for planning. The message lists the valid names.
     """
-    names = [card.name for card in GPU_MODELS]
+    names = [gpu.name for gpu in GPU_MODELS]
     try:
         name = resolve_gpu_name(text)
     except UserError:
@@ -257,7 +257,7 @@ HERE = Path(__file__).parent
 
 
 def build_environment(
-    card: GpuModel,
+    gpu: GpuModel,
     *,
     devices: int = 1,
     ledger: Path | None = None,
@@ -267,7 +267,7 @@ def build_environment(
     """Build the environment of a child process that runs on the null device.
 
     Args:
-        card: GPU that each device emulates.
+        gpu: GPU that each device emulates.
         devices: number of devices of the node.
         ledger: folder for the records of each rank (`recorder.py`); None writes none.
         is_single_rank: True if the child is one of many ranks (by torchrun's variables) and the others do not run.
@@ -279,16 +279,16 @@ def build_environment(
     device = build_null_device()
     environment = dict(os.environ if base is None else base)
     fields = {
-        "memory": card.memory,
-        "major": card.capability[0],
-        "minor": card.capability[1],
-        "processors": card.processors,
-        "block_shared": card.block_shared,
-        "shared": card.shared,
-        "l2": card.l2,
+        "memory": gpu.memory,
+        "major": gpu.capability[0],
+        "minor": gpu.capability[1],
+        "processors": gpu.processors,
+        "block_shared": gpu.block_shared,
+        "shared": gpu.shared,
+        "l2": gpu.l2,
         "devices": devices,
     }
-    name = f"{card.device_name} (null device)"  # appears in every record made on the null device
+    name = f"{gpu.device_name} (null device)"  # appears in every record made on the null device
     environment[DEVICE_VARIABLE] = ";".join([name, *(f"{key}={value}" for key, value in fields.items())])
     _prepend(environment, "LD_PRELOAD", str(device.library), " ")
     _prepend(environment, "LD_LIBRARY_PATH", str(device.folder))

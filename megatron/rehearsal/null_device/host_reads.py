@@ -1,4 +1,4 @@
-"""Values that replace the host's reads from the null device, all defined in this module.
+"""Values that the host reads from the null device instead of results.
 
 Kernels do not run, so their results are meaningless: they read as zeros (`native/memory.c`). Only buffers written
 entirely by the host read back unchanged. The host also makes decisions based on values: a loss that is not finite ends

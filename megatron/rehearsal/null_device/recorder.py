@@ -81,9 +81,9 @@ class LoadedKernel:
 
 
 Listener = Callable[[str, str, int, int, int, int, int, int, int, int], None]
-"""Listener of collectives. Its arguments are the operation, the communicator and its size, this rank's index in it,
-the number of elements and their type, the peer or root, the reduction, and the addresses of the send and receive
-buffers."""
+"""Listener of collectives. Its arguments are the operation, the communicator, the communicator's size, and this rank's
+index in it. The others are the number of elements and their type, the peer or root, the reduction, and the addresses of
+the send and receive buffers."""
 
 _LISTENER = ctypes.CFUNCTYPE(
     None,

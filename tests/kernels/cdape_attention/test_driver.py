@@ -6,6 +6,7 @@ from cdape_calls import build_problem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.kernels.cdape_attention.chunks import ALIGNED, NO_WINDOW_INT32, list_chunks
 from megatron.kernels.cdape_attention.configs import (
     MIN_ROWS,
     WORKSPACE_FRACTION,
@@ -15,8 +16,8 @@ from megatron.kernels.cdape_attention.configs import (
     compute_max_chunk_rows,
     count_map_bytes,
 )
-from megatron.kernels.cdape_attention.driver import ALIGNED, NO_WINDOW_INT32, ChunkMaps, iter_chunks
 from megatron.kernels.cdape_attention.scores import count_padded_channels
+from megatron.kernels.cdape_attention.triton_mixer import ChunkMaps
 from megatron.kernels.head_dim import pad_for_dot
 from megatron.kernels.runtime import DeviceProperties
 
@@ -100,7 +101,7 @@ def test_chunks_hold_every_row_once_with_all_columns_that_it_sees(
     bound = NO_WINDOW_INT32 if window is None else window
     problem = build_problem(rows, offset, bound)
     found = []
-    for chunk in iter_chunks(problem, size):
+    for chunk in list_chunks(problem, size):
         assert chunk.rows <= size
         for row in range(chunk.first, chunk.last):
             position = offset + row

@@ -150,7 +150,7 @@ def use_emulator(
 
     monkeypatch.setattr(GatedCall, "choose_kernel", choose_kernel)
     monkeypatch.setattr(gated_op, "launch_kernel", launch)
-    monkeypatch.setattr("megatron.kernels.cdape_attention.driver.launch_kernel", launch)
+    monkeypatch.setattr("megatron.kernels.cdape_attention.mixer_chunks.launch_kernel", launch)
     return emulator
 
 

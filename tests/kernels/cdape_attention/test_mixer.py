@@ -35,15 +35,16 @@ from mixer_emulation import (
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron.kernels.cdape_attention import driver, logit_gradient, mixer, mixer_forward
+from megatron.kernels.cdape_attention import logit_gradient, mixer, mixer_chunks, mixer_forward
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
-from megatron.kernels.cdape_attention.driver import GradientSums, add_mixer_sums, allocate_term_sums, unpack_mixer_sums
+from megatron.kernels.cdape_attention.chunks import list_chunks
 from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, KernelForm, choose_kernel
 from megatron.kernels.cdape_attention.layer_terms import build_problems
 from megatron.kernels.cdape_attention.logit_gradient import LogitGradients
 from megatron.kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
 from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
 from megatron.kernels.cdape_attention.scores import count_padded_channels
+from megatron.kernels.cdape_attention.term_sums import add_mixer_sums, allocate_term_sums, unpack_mixer_sums
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 
 UNCERTAIN = 1e-5
@@ -82,7 +83,7 @@ def run(inputs: MixerInputs, launcher: Launcher, case: Case = CASES[0]) -> tuple
 def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInputs) -> dict[str, Tensor]:
     shape, columns = inputs.operands.shape, inputs.dlogits.shape[3]
     (contributions,), (bias_table,) = unpack_tables(gradients.tables.sum(0, keepdim=True), shape)
-    (patches,) = unpack_weights(gradients.weights.sum(0, keepdim=True), shape)
+    (patches,) = unpack_weights(gradients.weights.sum(0), shape)
     channels = count_padded_channels(shape.heads)
     taps = shape.kernel_size
     by_tap = patches[:, : taps * channels].view(2, taps, channels, -1)[:, :, : shape.heads, : shape.width]
@@ -372,7 +373,7 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
     packed = PackedWeights(*(torch.cat(pair) for pair in zip(*(x.weights for x in operands), strict=True)))
     problems = build_problems(product, contributions, biases, packed, residual_bias=True)
     launcher = Launcher(FOLDER)
-    monkeypatch.setattr(driver, "launch_kernel", launcher)
+    monkeypatch.setattr(mixer_chunks, "launch_kernel", launcher)
     kernels = (
         CASES[0].build(mixer.SCORE_GRADIENT_KERNELS, calls[0]),
         CASES[0].build(mixer.WEIGHT_GRADIENT_KERNELS, calls[0]),
@@ -383,14 +384,15 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
             allocate_term_sums(layers, product, shape.columns, torch.get_default_device()), problems[0]
         )
         for call, problem in zip(calls, problems, strict=True):
-            own = GradientSums(call.keys, call.keys, sums.select_layer(problem.layer))
-            for chunk in reversed(list(driver.iter_chunks(problem, chunk_rows))):
+            own = sums.select_layer(problem.layer)
+            for chunk in reversed(list_chunks(problem, chunk_rows)):
                 dlogits = call.dlogits[:, chunk.first : chunk.last, :, : chunk.right].contiguous()
                 dscores = torch.zeros(1, shape.heads, chunk.rows, chunk.right, dtype=torch.bfloat16)
                 launcher.emulator.register(dlogits)
                 maps, is_first = LogitGradients(dscores, dlogits), chunk.last == shape.rows
-                inputs = driver.build_logit_inputs(problem, chunk, call.queries, call.keys)
-                driver._mixer_backward(problem, product, chunk, inputs, maps, own, kernels, is_first=is_first)
+                inputs = mixer_chunks.build_logit_inputs(problem, chunk, call.queries, call.keys)
+                of_layer = problem, product, chunk, inputs, maps, own
+                mixer_chunks.differentiate_mixer_of_layer(*of_layer, kernels, is_first=is_first)
     assert launcher.emulator.get_faults().errors == NO_ERRORS
     assert sums.mixer is not None
     assert (sums.mixer.shared._tables is None) == (chunk_rows < shape.rows)

@@ -9,8 +9,8 @@ from cdape_calls import Case, differentiated, into_output, takes_fields, truth
 from cuda_emulator import Emulator, find_compiler
 from mixer_emulation import LOCAL_CASES, NO_ERRORS, AllMemory
 
-from megatron.kernels.cdape_attention import driver, mixer, op
-from megatron.kernels.cdape_attention.driver import CdapeProblem, Chunk
+from megatron.kernels.cdape_attention import mixer, mixer_chunks, op
+from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.geometry import FOLDER, WIDTH, KernelFamily, MixerKernel, pad_sizes
 from megatron.kernels.cuda.compile import CudaKernel
 from tools.rounding import assert_within_rounding
@@ -49,15 +49,15 @@ def test_outputs_and_gradients_err_by_rounding_alone(case: Case, monkeypatch: py
             return None
         heads, width = pad_sizes(case.heads, case.width)
         compiled = COMPILED._replace(taps=case.size, heads=heads, width=width)
-        is_local = driver._find_spans(problem, chunk) is not None
+        is_local = mixer_chunks.find_spans(problem, chunk) is not None
         return tuple(compiled.build_for_rows(family, is_local=is_local) for family in families)
 
     def launch(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         launched.append(kernel.header)
         emulator.launch(kernel, grid, arguments)
 
-    monkeypatch.setattr(driver, "_choose_kernels", choose_kernels)
-    monkeypatch.setattr(driver, "launch_kernel", launch)
+    monkeypatch.setattr(mixer_chunks, "choose_kernels", choose_kernels)
+    monkeypatch.setattr(mixer_chunks, "launch_kernel", launch)
     inputs, into = case.inputs(DTYPE), into_output(case, DTYPE)
     attend = partial(takes_fields(op.cdape_attention), **case.options, chunk=case.chunk)
     found = differentiated(attend, inputs, into)

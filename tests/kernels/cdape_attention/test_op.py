@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import interpreter_builder
 
-from megatron.kernels.cdape_attention import driver, op
+from megatron.kernels.cdape_attention import head_products, op, triton_mixer
 from megatron.kernels.runtime import is_interpreted
 from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
@@ -266,7 +266,7 @@ def test_tiles_of_other_documents_cost_nothing(monkeypatch: pytest.MonkeyPatch) 
     """Every kernel computes only the matrix products of the separate documents, in both passes."""
     products: Counter[str] = Counter()
     running: list[str] = []
-    launch, create_dot = driver.launch, interpreter_builder.create_dot
+    launch, create_dot = triton_mixer.launch, interpreter_builder.create_dot
 
     def count_dot(*args: object) -> object:
         products[running[-1]] += 1
@@ -276,7 +276,8 @@ def test_tiles_of_other_documents_cost_nothing(monkeypatch: pytest.MonkeyPatch) 
         running.append(kernel.__name__)
         return launch(kernel, *args)
 
-    monkeypatch.setattr(driver, "launch", record_launch)
+    for module in (head_products, triton_mixer):
+        monkeypatch.setattr(module, "launch", record_launch)
     monkeypatch.setattr(interpreter_builder, "create_dot", count_dot)
 
     def count(lengths: tuple[int, ...], documents: tuple[tuple[int, ...], ...] = ()) -> Counter[str]:

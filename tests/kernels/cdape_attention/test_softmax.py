@@ -11,18 +11,12 @@ import torch
 from cdape_calls import build_problem
 from torch import Tensor
 
-from megatron.kernels.cdape_attention import driver
+from megatron.kernels.cdape_attention import chunks, head_products, triton_mixer
+from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.configs import choose_attend_tile, choose_heads_tile
-from megatron.kernels.cdape_attention.driver import (
-    NO_WINDOW_INT32,
-    CdapeProblem,
-    Chunk,
-    ChunkMaps,
-    compute_scores,
-    launch_softmax,
-    softmax_backward,
-)
+from megatron.kernels.cdape_attention.head_products import launch_softmax
 from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
+from megatron.kernels.cdape_attention.triton_mixer import ChunkMaps, compute_scores, softmax_backward
 from megatron.kernels.runtime import launch_context
 from tools.rounding import assert_within_rounding
 
@@ -56,7 +50,7 @@ def _maps(
 ) -> tuple[CdapeProblem, Chunk, Tensor, Tensor]:
     """Return a problem, its last chunk, the visible columns of its rows [R, C], and its logits, NaN where invisible."""
     problem = build_problem(rows, offset, NO_WINDOW_INT32 if window is None else window)
-    *_, chunk = driver.iter_chunks(problem, size)
+    *_, chunk = chunks.list_chunks(problem, size)
     distance = chunk.position + torch.arange(chunk.rows)[:, None] - torch.arange(chunk.left, chunk.right)
     seen = (distance >= 0) & (distance < problem.window)
     logits = 3 * torch.randn(BATCH, HEADS, *seen.shape)
@@ -68,8 +62,8 @@ def test_equals_the_softmax_and_its_gradient(
     case: tuple[int, int, int | None, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *case, columns = case
-    monkeypatch.setattr(driver, "choose_attend_tile", _sizes(columns)(choose_attend_tile))
-    monkeypatch.setattr(driver, "choose_heads_tile", _sizes(columns)(choose_heads_tile))
+    monkeypatch.setattr(head_products, "choose_attend_tile", _sizes(columns)(choose_attend_tile))
+    monkeypatch.setattr(triton_mixer, "choose_heads_tile", _sizes(columns)(choose_heads_tile))
     problem, chunk, seen, logits = _maps(device, *case)
     rows, dim = problem.rows, case[3]
     v = torch.randn(BATCH, HEADS, chunk.right + 3, dim).to(device)
@@ -110,7 +104,7 @@ def test_scores_are_heads_last_and_padded_with_zeros(
     case: tuple[int, int, int | None, int, int, int], heads: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *case, columns = case
-    monkeypatch.setattr(driver, "choose_heads_tile", _sizes(columns)(choose_heads_tile))
+    monkeypatch.setattr(triton_mixer, "choose_heads_tile", _sizes(columns)(choose_heads_tile))
     problem, chunk, seen, _ = _maps(device, *case)
     q = torch.randn(BATCH, heads, problem.rows, case[3]).to(device)
     k = torch.randn(BATCH, heads, chunk.right + 3, case[3]).to(device)
@@ -128,7 +122,9 @@ def test_scores_are_heads_last_and_padded_with_zeros(
 
 def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many equal probabilities: neither they nor their sum may be rounded to float16, where 2049 becomes 2048."""
-    monkeypatch.setattr(driver, "choose_attend_tile", lambda *args: replace(choose_attend_tile(*args), block_n=256))
+    monkeypatch.setattr(
+        head_products, "choose_attend_tile", lambda *args: replace(choose_attend_tile(*args), block_n=256)
+    )
     problem, chunk, seen, logits = _maps(device, 3, 2100, None, 16, 3)
     logits = logits.masked_fill(seen, 0.0)
     v = torch.ones(BATCH, HEADS, chunk.right, 16, dtype=torch.float16, device=device)

@@ -1,0 +1,189 @@
+"""Softmax and products of a chunk's maps with rows of heads, by Triton kernels that both kinds of mixer use.
+
+B batch, H heads, R query rows of a chunk, C columns of its maps, d head dimension.
+
+The kernels take flat arguments, unlike those of `biased_attention`. They need `do_not_specialize` to avoid recompiling
+for each decoding step, and it accepts only names of arguments, not of fields of a NamedTuple.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
+from megatron.kernels.cdape_attention.configs import (
+    build_attend_constants,
+    build_product_constants,
+    choose_attend_tile,
+    choose_product_tile,
+)
+from megatron.kernels.cdape_attention.products import _differentiate_scores_kernel, _multiply_transposed_kernel
+from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
+from megatron.kernels.launcher import launch
+from megatron.kernels.runtime import cdiv
+
+
+class AttentionOutput(NamedTuple):
+    """Results of the forward pass, which the backward pass reads."""
+
+    output: Tensor
+    """[B, H, R, d], laid out as activations [R, B, H, d]."""
+    stats: Tensor
+    """Maximum and sum of exponentials of the softmax, float32 [2, B, H, R]."""
+    residue: Tensor | None
+    """Rounding error of the output, in its type, shape and layout, or None if the backward pass does not read the
+    output."""
+
+
+def allocate_output(scaled: Tensor, *, needs_residue: bool) -> AttentionOutput:
+    """Allocate the results for queries [B, H, R, d]."""
+    batch, heads, rows, dim = scaled.shape
+    stats = torch.empty(2, batch, heads, rows, dtype=torch.float32, device=scaled.device)
+    strides = (heads * dim, dim, batch * heads * dim, 1)
+    output = scaled.new_empty_strided((batch, heads, rows, dim), strides)
+    return AttentionOutput(output, stats, torch.empty_like(output) if needs_residue else None)
+
+
+def launch_softmax(
+    kernel: Any, name: str, problem: CdapeProblem, chunk: Chunk, v: Tensor, tensors: tuple[Tensor | None, ...]
+) -> None:
+    """Launch an attend kernel, attend_fwd or attend_sums by name.
+
+    Args:
+        tensors: its first arguments: logits, values, and the output or its gradient.
+    """
+    batch, heads, columns, dim = v.shape
+    tile = choose_attend_tile(name, chunk.rows, problem.dtype)
+    launch(
+        kernel,
+        (cdiv(chunk.rows, tile.block_m) * batch * heads, 1, 1),
+        (
+            *tensors,
+            chunk.document_starts,
+            *chunk.extent,
+            problem.window,
+            problem.rows,
+            columns,
+            *get_head_strides(tensors[2]),
+        ),
+        build_attend_constants(dim, tile, heads),
+        tile.options,
+    )
+
+
+def get_head_strides(x: Tensor | None) -> tuple[int, ...]:
+    """Return the strides of [B, H, R, d] but the last."""
+    assert x is not None
+    return x.stride()[:3]
+
+
+def average_values(
+    problem: CdapeProblem,
+    chunk: Chunk,
+    logits: Tensor,
+    v: Tensor,
+    attended: AttentionOutput,
+    offsets: Tensor | None = None,
+) -> None:
+    """Write a chunk's output and softmax statistics, from its logits [B, H, R, C].
+
+    Args:
+        offsets: row terms that the logits omit, float32 [B, H, all rows], or None without sinks.
+    """
+    residue = None if attended.residue is None else chunk.slice_rows(attended.residue)
+    outputs = (chunk.slice_rows(attended.output), residue, chunk.slice_row_sums(attended.stats))
+    offsets = None if offsets is None else chunk.slice_row_sums(offsets)
+    tensors = (logits, chunk.slice_columns(v), *outputs, problem.sinks, offsets)
+    launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
+
+
+def differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """Return the gradient of the sinks, [H]: as for any key P ∘ (0 − Σ P ∘ dP), summed over all rows.
+
+    Args:
+        sinks, stats, means: the sinks [H], statistics of the softmax [2, B, H, R], and Σ P ∘ dP of each row [B, H, R].
+        offsets: row terms that the logits omit, [B, H, R], or None.
+    """
+    maximum, total = stats
+    logits = sinks[:, None] if offsets is None else sinks[:, None] - offsets
+    probabilities = torch.exp2(logits / math.log(2) - maximum) / total
+    return -(probabilities * means).sum((0, 2))
+
+
+def allocate_key_gradients(chunks: Sequence[Chunk], k: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the gradients of keys and values, to which chunks add.
+
+    Returns:
+        [B·H, C, d] each; of k's type with one chunk, otherwise float32.
+    """
+    batch, heads, columns, dim = k.shape
+    is_whole = len(chunks) == 1 and (chunks[0].left, chunks[0].right) == (0, columns)
+    if is_whole:
+        dk, dv = k.new_empty(2, batch * heads, columns, dim).unbind()  # one allocation saves host time
+    else:
+        dtype = k.dtype if len(chunks) == 1 else torch.float32
+        dk, dv = k.new_zeros(2, batch * heads, columns, dim, dtype=dtype).unbind()
+    return dk, dv
+
+
+def differentiate_scores(
+    problem: CdapeProblem,
+    chunk: Chunk,
+    dscores: Tensor,
+    inputs: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor],
+    scale: float,
+    *,
+    is_only: bool,
+) -> None:
+    """Write the gradient of the chunk's queries, and add that of the keys of its columns, or overwrite it if `is_only`.
+
+    Args:
+        dscores: map [B, H, R, C]; masked entries are not read.
+        inputs: scaled queries [B, H, rows, d] and keys [B, H, columns, d], contiguous.
+        gradients: those of queries, alike, and of keys, [B·H, columns, d].
+    """
+    (scaled, k), (dq, dk) = inputs, gradients
+    batch, heads, rows, dim = scaled.shape
+    tile = choose_product_tile(dim, problem.dtype)
+    blocks = max(cdiv(chunk.rows, tile.block_m), cdiv(chunk.right - chunk.left, tile.block_n))
+    if chunk.left:
+        dk = dk[:, chunk.left :]
+    launch(
+        _differentiate_scores_kernel,
+        (blocks, batch * heads, 2),
+        (
+            *(dscores, chunk.slice_rows(scaled), chunk.slice_columns(k), chunk.slice_rows(dq), dk),
+            *(chunk.document_starts, heads, *chunk.extent, problem.window, rows, k.shape[2], scale),
+        ),
+        build_product_constants(dim, tile, add=not is_only),
+        tile.options,
+    )
+
+
+def multiply_transposed(
+    problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor, total: Tensor, *, is_only: bool
+) -> None:
+    """Add factorᵀ · (the chunk's rows of x) to the chunk's columns of `total`, or overwrite them if `is_only`.
+
+    Args:
+        factor: map [B, H, R, C]; masked entries are not read.
+        x: [B, H, rows, d]; the last dimension is contiguous.
+        total: [B·H, columns, d].
+    """
+    batch, heads, _, dim = x.shape
+    tile = choose_product_tile(dim, problem.dtype)
+    launch(
+        _multiply_transposed_kernel,
+        (cdiv(chunk.right - chunk.left, tile.block_n), batch * heads, 1),
+        (
+            *(factor, chunk.slice_rows(x), total[:, chunk.left :] if chunk.left else total),
+            *(chunk.document_starts, heads, *chunk.extent),
+            *(problem.window, total.shape[1], *get_head_strides(x)),
+        ),
+        build_product_constants(dim, tile, add=not is_only),
+        tile.options,
+    )

@@ -1,0 +1,150 @@
+"""Score processor of a chunk by the CUDA kernels: their choice, their inputs, and where their sums go.
+
+B batch, H heads, R query rows of a chunk, C columns of its maps.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.cdape_attention import logit_gradient, mixer, mixer_forward
+from megatron.kernels.cdape_attention.bias_product import BiasProduct
+from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
+from megatron.kernels.cdape_attention.gate_terms import GateOperands
+from megatron.kernels.cdape_attention.geometry import KernelFamily, KernelForm, MixerKernel, choose_kernel, pad_sizes
+from megatron.kernels.cdape_attention.head_products import AttentionOutput
+from megatron.kernels.cdape_attention.partial_sums import add_sums
+from megatron.kernels.cdape_attention.term_sums import TermSums, pair_edges
+from megatron.kernels.cdape_attention.weights import WeightShape
+from megatron.kernels.cuda.launch import launch_kernel
+from megatron.kernels.runtime import get_arch, get_device_properties
+
+FORWARD_KERNELS = (mixer_forward.KERNELS,)
+BACKWARD_KERNELS = (logit_gradient.KERNELS, mixer.SCORE_GRADIENT_KERNELS, mixer.WEIGHT_GRADIENT_KERNELS)
+
+
+def choose_kernels(
+    problem: CdapeProblem, chunk: Chunk, k: Tensor, families: tuple[KernelFamily, ...]
+) -> tuple[MixerKernel, ...] | None:
+    """Return the CUDA kernels for this chunk, or None if Triton's are faster or a kernel does not fit the GPU."""
+    if not (problem.uses_mixer and k.is_cuda):
+        return None
+    batch, _, _, dim = k.shape
+    if not mixer.has_block_per_multiprocessor(chunk.rows, batch, get_device_properties(k)):
+        return None
+    is_local = chunk.document_starts is not None or chunk.right > problem.window
+    own = problem.shape, problem.dtype, dim, chunk.right - chunk.left, is_local
+    return _choose_for_shape(families, *own, get_arch(k))
+
+
+@lru_cache(maxsize=256)
+def _choose_for_shape(
+    families: tuple[KernelFamily, ...],
+    shape: WeightShape,
+    dtype: torch.dtype,
+    dim: int,
+    columns: int,
+    is_local: bool,
+    arch: int | None,
+) -> tuple[MixerKernel, ...] | None:
+    are_supported = all(mixer.is_supported(shape, dtype, dim, columns, family.limits) for family in families)
+    if arch is None or not (are_supported and mixer.has_compiler()):
+        return None
+    form = KernelForm(shape.kernel_size, dim, dtype, is_local, *pad_sizes(shape.heads, shape.width))
+    kernels = [choose_kernel(family, form, arch) for family in families]
+    found = tuple(kernel for kernel in kernels if kernel is not None)
+    return found if len(found) == len(kernels) else None
+
+
+def compute_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor | None:
+    """Return the logits of a chunk, float32 [B, H, R, C], undefined if masked; None if no kernel takes the chunk."""
+    kernels = choose_kernels(problem, chunk, k, FORWARD_KERNELS)
+    if kernels is None:
+        return None
+    return mixer_forward.compute_logits(build_logit_inputs(problem, chunk, scaled, k), kernels[0], launch_kernel)
+
+
+def build_logit_inputs(
+    problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, gates: GateOperands | None = None
+) -> mixer_forward.LogitInputs:
+    """Build the inputs from which the CUDA kernels compute a chunk's logits.
+
+    Args:
+        gates: bias of gates, which replaces the problem's tables, or None.
+    """
+    assert problem.operands is not None
+    return mixer_forward.LogitInputs(
+        queries=chunk.slice_rows(scaled),
+        keys=chunk.slice_columns(k),
+        operands=problem.operands,
+        layer=problem.layer,
+        first_row=chunk.first if chunk.document_starts is None else 0,
+        position=chunk.position - chunk.left,
+        spans=find_spans(problem, chunk),
+        gates=gates,
+    )
+
+
+def find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.ColumnSpans | None:
+    """Return the columns that the chunk's rows see, or None if each row sees all columns from position 0."""
+    if chunk.document_starts is None and chunk.right <= problem.window:
+        return None
+    return mixer.ColumnSpans(problem.window, chunk.left, chunk.document_starts)
+
+
+def differentiate_softmax_of_chunk(
+    inputs: mixer_forward.LogitInputs,
+    chunk: Chunk,
+    v: Tensor,
+    dout: Tensor,
+    attended: AttentionOutput,
+    sums: Tensor,
+    kernel: MixerKernel,
+) -> logit_gradient.LogitGradients:
+    """Compute P and dL without storing logits, and write the chunk's Σ P ∘ dP to `sums` [B, H, R]."""
+    output, stats, residue = attended
+    assert residue is not None
+    of_chunk = logit_gradient.SoftmaxChunk(
+        *(chunk.slice_columns(v), chunk.slice_rows(output), chunk.slice_rows(residue), chunk.slice_rows(dout)),
+        chunk.slice_row_sums(stats),
+    )
+    of_rows = chunk.slice_row_sums(sums)
+    return logit_gradient.differentiate_softmax(inputs, of_chunk, of_rows, kernel, launch_kernel)
+
+
+def differentiate_mixer_of_chunk(
+    inputs: mixer_forward.LogitInputs,
+    maps: logit_gradient.LogitGradients,
+    kernels: Sequence[MixerKernel],
+    shared: mixer.SharedTables | None = None,
+) -> mixer.MixerGradients:
+    """Write visible dS over P, and return the chunk's gradients of tables and weights.
+
+    Args:
+        kernels, shared: as for `mixer.differentiate_mixer`.
+    """
+    of_mixer = mixer.MixerInputs(dlogits=maps.dlogits, **inputs._asdict())
+    return mixer.differentiate_mixer(of_mixer, maps.probabilities, kernels, launch_kernel, shared)
+
+
+def differentiate_mixer_of_layer(
+    problem: CdapeProblem,
+    product: BiasProduct,
+    chunk: Chunk,
+    inputs: mixer_forward.LogitInputs,
+    maps: logit_gradient.LogitGradients,
+    sums: TermSums,
+    kernels: Sequence[MixerKernel],
+    *,
+    is_first: bool,
+) -> None:
+    """Write visible dS over P, and add the chunk's gradients of tables and weights to `sums`."""
+    assert sums.mixer is not None
+    # Chunks of a call write different entries, and so may calls with documents.
+    is_alike = chunk.rows == problem.rows and chunk.document_starts is None
+    shared = sums.mixer.shared if is_alike else None
+    tables, edge, weights, _ = differentiate_mixer_of_chunk(inputs, maps, kernels, shared)
+    pairs = [(sums.mixer.tables, tables), (sums.mixer.weights, weights)]
+    add_sums([*pairs, *pair_edges(product, chunk, edge, sums)], is_first=is_first)

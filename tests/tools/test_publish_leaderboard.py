@@ -1,0 +1,67 @@
+"""Publishing the leaderboard: whole contests only, from the files of runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron.reports.leaderboard import Leaderboard
+from megatron.reports.leaderboard_plan import LeaderboardPlan
+from megatron.reports.paper_experiment import Experiment, write_experiment
+from megatron.reports.records import Record, record_from_row
+from megatron.reports.run_records import get_run_file, write_run_file
+from megatron.utils.errors import UserError
+from tools.docs.publish_leaderboard import publish
+
+PLAN = LeaderboardPlan(("rotary", "alibi"), (1, 2), ("copy",))
+
+
+def write_runs(folder: Path, copies: int) -> None:
+    """Write the runs of both methods on the text, and some of the copies."""
+    folder.mkdir()
+    write_experiment(folder / "results.json", Experiment("A board", leaderboard=Leaderboard("rotary", plan=PLAN)))
+    runs = [(method, seed) for method in PLAN.methods for seed in PLAN.seeds]
+    shared = {"train_length": 64, "tokens": 64, "parameters": 1000, "step": 5}
+    for number, (method, seed) in enumerate(runs):
+        run = f"runs/zoo/{method}/seed_{seed}"
+        text: list[Record] = [
+            record_from_row({**shared, "method": method, "length": length, "protocol": "last", "target_digest": "d",
+                             "perplexity": 5.0 + number, "seed": seed, "run": run})
+            for length in (64, 128)
+        ]  # fmt: skip
+        write_run_file(get_run_file(folder, None, method, seed), "digest", text)
+        if number < copies:
+            task = {**shared, "length": 128, "protocol": "task", "dataset": "task copy", "seed": seed}
+            found = [
+                {**task, "method": method, "mean_accuracy": 0.5, "run": f"runs/zoo/{method}/copy/seed_{seed}"},
+                {**task, "method": "floor: guess", "mean_accuracy": 0.1, "seed": 0},
+            ]
+            copy = [record_from_row(row) for row in found]
+            write_run_file(get_run_file(folder, "copy", method, seed), "digest", copy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("copies", "metrics"), [(3, {"perplexity"}), (4, {"perplexity", "mean_accuracy"})])
+def test_only_whole_contests_are_published(tmp_path: Path, copies: int, metrics: set[str]) -> None:
+    write_runs(tmp_path / "runs", copies)
+    publish(tmp_path / "runs", tmp_path, Console(quiet=True))
+    rows = json.loads((tmp_path / "zoo.json").read_text(encoding="utf-8"))
+    assert {metric for row in rows for metric in ("perplexity", "mean_accuracy") if metric in row} == metrics
+    assert ("floor: guess" in {row["method"] for row in rows}) == (copies == 4)
+    page = (tmp_path / "zoo.md").read_text(encoding="utf-8")
+    assert page.splitlines()[1] == "# A board"
+    assert ("Not ranked, because runs are missing: copy (none of 4 runs)" in page) == (copies == 3)
+    assert (tmp_path / "zoo.html").is_file()
+    assert (tmp_path / "zoo.png").is_file()
+
+
+def test_nothing_is_published_without_a_whole_contest(tmp_path: Path) -> None:
+    write_runs(tmp_path / "runs", 0)
+    get_run_file(tmp_path / "runs", None, "alibi", 2).unlink()
+    with pytest.raises(UserError, match=r"nothing to publish.*text \(3 of 4 runs\), copy \(none of 4 runs\)"):
+        publish(tmp_path / "runs", tmp_path, Console(quiet=True))
+    assert not (tmp_path / "zoo.json").exists()
+    (tmp_path / "runs" / "results.experiment.json").unlink()
+    with pytest.raises(UserError, match="no plan of a leaderboard"):
+        publish(tmp_path / "runs", tmp_path, Console(quiet=True))

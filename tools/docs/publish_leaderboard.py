@@ -1,0 +1,96 @@
+"""Publish the leaderboard: write docs/results/zoo.{json,md,html,png} from the files of its runs in docs/results/zoo.
+
+    python tools/docs/publish_leaderboard.py        or    make publish-zoo
+
+Only contests with all their runs are published. The page names the others, and the methods and seeds that they lack.
+Pages that quote the record (card.md, claims.md) are written again.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from tools.arguments import ToolParser, print_interrupts_in_one_line  # noqa: E402
+
+if __name__ == "__main__":
+    print_interrupts_in_one_line()
+
+from rich.console import Console  # noqa: E402
+
+from megatron.reports.combine import combine_results  # noqa: E402
+from megatron.reports.leaderboard_plan import LeaderboardPlan, describe_completeness  # noqa: E402
+from megatron.reports.paper_experiment import Experiment, read_experiment, write_experiment  # noqa: E402
+from megatron.reports.records import RESULTS_FILE, Record, write_records  # noqa: E402
+from megatron.reports.run_records import read_run_folder  # noqa: E402
+from megatron.utils.errors import UserError  # noqa: E402
+
+RUNS, OUTPUT = Path("docs/results/zoo"), Path("docs/results")
+NAME = "zoo"
+
+
+def select_whole_contests(plan: LeaderboardPlan, records: Sequence[Record]) -> list[Record]:
+    """Select the records of contests with all their runs, and of their trivial baselines.
+
+    Raises:
+        UserError: no contest is whole.
+    """
+    missing = plan.list_missing_runs(records)
+    if len(missing) == len(plan.contests):
+        raise UserError(f"{RUNS}: nothing to publish. {describe_completeness(plan, missing)}")
+    kept = [record for record in records if record.run is not None and plan.get_contest(record) not in missing]
+    datasets = {record.dataset for record in kept}
+    return [*kept, *(record for record in records if record.run is None and record.dataset in datasets)]
+
+
+def publish(runs: Path, output: Path, console: Console) -> None:
+    """Write the record, the page in two formats, and its pictures.
+
+    Args:
+        runs: folder with the files of runs.
+        output: folder of the published files.
+        console: console for the names of the files.
+
+    Raises:
+        UserError: the folder has no plan or no whole contest, or a file cannot be read or written.
+    """
+    experiment = read_experiment(runs / RESULTS_FILE)
+    plan = None if experiment is None or experiment.leaderboard is None else experiment.leaderboard.plan
+    if plan is None or experiment is None:
+        raise UserError(
+            f"{runs}: no plan of a leaderboard in results.experiment.json; sweeps with sweep.records write it"
+        )
+    records = select_whole_contests(plan, read_run_folder(runs))
+    quiet = Console(file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / RESULTS_FILE
+        write_records(results, records)
+        write_experiment(results, Experiment(experiment.title, experiment.against, leaderboard=experiment.leaderboard))
+        for suffix in (".md", ".html"):
+            combine_results([results], quiet, output=output / f"{NAME}{suffix}")
+            console.print(f"written: {output / NAME}{suffix}", markup=False, highlight=False, soft_wrap=True)
+    # Cells of the needles' maps are left out: they are most of the records, and the runs' files have them.
+    path = write_records(output / f"{NAME}.json", [record for record in records if record.axis == "length"])
+    console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Publish the leaderboard, and write the pages that quote it."""
+    ToolParser(description=__doc__.partition("\n")[0]).parse_args()
+    os.chdir(ROOT)
+    try:
+        publish(RUNS, OUTPUT, Console())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    from tools.docs.make_docs import write_pages  # imports torch
+
+    write_pages()
+
+
+if __name__ == "__main__":
+    main()
