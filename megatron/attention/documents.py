@@ -1,6 +1,6 @@
-"""Separated documents of a packed row: each is read as if it were alone.
+"""Document masking: each document of a packed row is read as if it were alone.
 
-A row of training data contains several documents, one after another. If they are separated, a token sees only its own
+A row of training data contains several documents, one after another. If documents are masked, a token sees only its own
 document, and indices start at 0 at the first token of each document. The same holds for positions, distances, windows,
 and the edge seen by a processor's convolutions. Queries and keys are rotated, and embeddings added, for all tokens at
 once (`restart_positions`). Attention is computed in one of two equivalent ways:
@@ -8,10 +8,9 @@ once (`restart_positions`). Attention is computed in one of two equivalent ways:
 * Document by document (`split_documents`): each is a segment of its row. Every encoding, processor and backend is
   called for one document at a time, so results cannot differ. Many short documents cause many small calls.
 * All documents at once (`mask_documents`): each token sees the keys from its `document_starts` on. This is correct if
-the
-  scores of a query and a key do not depend on where their document begins. Examples are a bias or weight of the
-  distance, and contextual terms of the tokens between. `backend.py` says which backends and methods allow it,
-  and what a backend prepares for it.
+  the scores of a query and a key do not depend on where their document begins. Examples are a bias or weight of the
+  distance, and contextual terms of the tokens between. `backend.py` defines which backends and methods support it, and
+  prepares their masks.
 
 The tokens determine where documents begin (`find_document_starts`), so rows of training, evaluation and prompts are
 divided in the same way. A document that continues in the next row restarts there, like any text that is cut into rows.

@@ -1,7 +1,7 @@
 """Inputs of attention as one value, and their division into blocks of query rows.
 
-A processor declares what a row depends on besides itself (`preceding_rows`, `row_terms`), and a row block includes
-that. So a block against its own columns gives exactly the same rows as the whole.
+A processor declares which other rows a row depends on (`preceding_rows`, `row_terms`), and a row block includes them. A
+row block therefore gives exactly the same rows as the whole.
 
 B batch, H heads, h requested heads, R query rows, C key columns, d head dimension.
 """
@@ -107,9 +107,7 @@ class AttentionInputs:
         return None if self.sinks is None else select_heads(self.sinks, self.heads)
 
     def drop_tensors(self) -> "AttentionInputs":
-        """Return the inputs without queries, keys, values, sinks and tables.
-
-        They are for a function that the backward pass recomputes.
+        """Return the inputs without queries, keys, values, sinks and tables, for a function that is recomputed.
 
         Tensors captured by such a function stay in memory until then, even if the layer around it is recomputed.
         Tensors passed as arguments do not, because recomputation of the layer restores them.
@@ -141,7 +139,7 @@ class AttentionInputs:
         return above if above.shape[2] else None
 
     def prepend_preceding_rows(self) -> "AttentionInputs":
-        """Join the rows above and these rows. The first of the joined rows have no rows above."""
+        """Prepend the rows above to these rows. The first of the resulting rows have no rows above."""
         if self.preceding_q is None:
             return self
         count = self.preceding_q.shape[2]

@@ -1,4 +1,4 @@
-"""Query rows of a forward pass: what a temperature needs to scale them, and the rows above that a processor reads.
+"""Query rows of a forward pass: inputs of a temperature, and the rows above that a processor reads.
 
 Tokens belong to segments (`segments.py`): a rank's chunks of a sequence, padded sequences, separated documents, or
 decoding steps. The factor of a row depends on its own position and on the number of keys it sees, in any segment. Rows

@@ -19,7 +19,7 @@ from megatron.position.numerics import promote_to_float32, retain_for_capture, s
 from megatron.position.token_range import ALL_HEADS, TokenRange, build_causal_mask, count_distances, select_heads
 
 MAX_BATCHED_ENTRIES = 1 << 24
-"""Maximum number of entries of the tables of all layers computed at once: 64 MiB."""
+"""Maximum number of entries of the tables of all layers that are computed at once, 64 MiB."""
 
 
 ROUND_TO_GRID = 1.5 * 2.0**24
@@ -270,7 +270,7 @@ def compute_row_sums(
 
 
 def compute_following_row_sums(inputs: AttentionInputs) -> Tensor:
-    """Compute the sums for rows that follow these."""
+    """Compute the sums for the rows that follow these rows."""
     rows = inputs.prepend_preceding_rows()
     following = replace(rows.query, start=rows.query.stop, length=0)
     none = replace(rows, q=rows.q[:, :, :0], query=following, preceding_q=rows.q)

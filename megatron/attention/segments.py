@@ -1,8 +1,8 @@
 """Segments: where the tokens of a forward pass are in their sequences.
 
-Usually all sequences of a batch cover the same tokens. They do not if some are padded on the left so that all end
-together, or if ranks share a sequence and each holds two chunks of it. The same holds if a row contains several
-documents (`documents.py`). All of these are described by segments: consecutive tokens of some of the sequences.
+Usually all sequences of a batch cover the same tokens. Exceptions are sequences padded on the left so that all end
+together, ranks that share a sequence, each with two chunks of it, and rows with several documents (`documents.py`). All
+of these are described by segments: consecutive tokens of some of the sequences.
 Rotation, embedding and attention run per segment, and everything else on the whole batch.
 
 Hiding padding from attention is not enough. A sequence that begins later has other positions (for absolute encodings
@@ -48,8 +48,8 @@ class Segment:
     first_key: int = 0
     """Index of the first available key; earlier keys are hidden by a window."""
     document_mask: Any = None
-    """Mask that the backend made of these tokens' `document_starts` before the layers
-    (`document_masks.compute_document_masks`)."""
+    """Mask that the backend computed from these tokens' `document_starts` before the layers
+    (`backend.compute_document_masks`)."""
 
     @property
     def context(self) -> TokenRange:
@@ -134,10 +134,7 @@ def concatenate_ranges(ranges: Sequence[TokenRange]) -> tuple[Segment, ...]:
 
 
 def select_last_tokens(segments: Sequence[Segment], length: int, num_tokens: int) -> tuple[Segment, ...]:
-    """Return the parts of the segments in the last n of `length` tokens.
-
-    They are those of a forward pass with only these tokens.
-    """
+    """Return the parts of the segments in the last n of `length` tokens, as for a pass with only these tokens."""
     num_skipped = max(length - num_tokens, 0)
     remaining = []
     for segment in segments:
@@ -198,7 +195,7 @@ def _build_padded_segments(
 ) -> Iterator[Segment]:
     total = past + length
     left_padding = (mask.cumsum(dim=1) == 0).sum(dim=1)
-    # No token sees padding after it, so that may stay, but it must not count if positions are sampled.
+    # No token sees padding after it, so it may stay, unless positions are sampled.
     right_padding = (mask.flip(1).cumsum(dim=1) == 0).sum(dim=1)
     if sample is skip_sampling:
         right_padding = torch.zeros_like(left_padding)

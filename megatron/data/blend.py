@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.corpus.hub_dataset import is_saved_dataset
-from megatron.data.corpus_metadata import ALL_SPLITS, split_basename
+from megatron.data.corpus_metadata import ALL_SPLITS, get_split_basename
 from megatron.data.indexed_dataset import IndexedTokens, check_dataset, find_corpus_metadata, open_indexed
 from megatron.options.data import (
     SPLITS,
@@ -139,9 +139,9 @@ def _list_folder(key: str, folder: Path, split: Split) -> list[Path]:
             )
         raise UserError(f"{key}: the folder {folder} contains no dataset (create one with `./deepy.py prepare`)", key)
     described = {prefix: find_corpus_metadata(prefix) for prefix in datasets}
-    taken = [p for p, metadata in described.items() if metadata is None or p.name in map(split_basename, wanted)]
+    taken = [p for p, metadata in described.items() if metadata is None or p.name in map(get_split_basename, wanted)]
     if not taken:
-        keys = ", ".join(f"{s}_data_paths" for s in SPLITS if any(p.name == split_basename(s) for p in datasets))
+        keys = ", ".join(f"{s}_data_paths" for s in SPLITS if any(p.name == get_split_basename(s) for p in datasets))
         raise UserError(f"{key}: the corpus {folder} is divided into splits; it has data for {keys}", key)
     words = {p: _find_split_words(p.name) for p, metadata in described.items() if metadata is None}
     if key != "data_path" and (other := [p for p, splits in words.items() if splits - {split}]):
@@ -214,7 +214,7 @@ def list_dataset_slices(data: DataOptions, split: Split, key: str | None = None)
 
 
 def _open_slice(data: DataOptions, key: str, prefix: Path, split: Split) -> DatasetSlice | None:
-    check_dataset(prefix, content=False)  # first: names the changed file if the index and data no longer match
+    check_dataset(prefix, content=False)  # checked first, to name the changed file if index and data do not match
     dataset = open_indexed(prefix)
     sequence_range: tuple[int, int] | None = (0, len(dataset.lengths))
     if key == "data_path":

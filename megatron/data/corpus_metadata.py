@@ -1,4 +1,4 @@
-"""Reading and checking `corpus.json`, the description of a corpus folder.
+"""Reader and validation of `corpus.json`, the description of a corpus folder.
 
 A tokenizer stored without a corpus, such as the copy in each run, is described by `description.json`.
 
@@ -134,7 +134,7 @@ class CorpusInfo:
 
     def get_dataset_prefix(self, split: str) -> Path:
         """Return the dataset prefix of a split, as used by `train_data_paths`."""
-        return self.folder / split_basename(split)
+        return self.folder / get_split_basename(split)
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,7 @@ def read_corpus_metadata(folder: str | Path) -> CorpusMetadata:
 
 
 def read_corpus(folder: str | Path) -> CorpusInfo:
-    """Return a summary of a corpus folder.
-
-    Raises UserError if it is not one, RunError if its description is damaged.
-    """
+    """Return a summary of a corpus folder. Raises UserError if it is no corpus, RunError if it is damaged."""
     folder = Path(folder)
     metadata = read_corpus_metadata(folder)
     return CorpusInfo(
@@ -170,7 +167,7 @@ def read_corpus(folder: str | Path) -> CorpusInfo:
     )
 
 
-def split_basename(split: str) -> str:
+def get_split_basename(split: str) -> str:
     """Return the base name of a split's files: `train_text_document`, or `text_document` for an undivided corpus."""
     return "text_document" if split == ALL_SPLITS else f"{split}_text_document"
 

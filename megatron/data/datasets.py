@@ -4,8 +4,8 @@ A run trains on text or on a task. Task samples are generated (`torch_data.py`);
 concerns text.
 
 `data_path` names one dataset that `split` divides into consecutive fractions of its documents, as in GPT-NeoX.
-Alternatively, `train_data_paths`, `valid_data_paths` and `test_data_paths` name weighted datasets per split. Everything
-is checked before it is built: missing or truncated files, tokens outside the vocabulary, datasets of different
+Alternatively, `train_data_paths`, `valid_data_paths` and `test_data_paths` name weighted datasets per split. Data are
+checked before samples are built. Missing or truncated files, tokens outside the vocabulary, datasets of different
 tokenizers, and a split shorter than one sequence (which megatron-core would silently repeat) each raise a one-line
 error that names the file.
 

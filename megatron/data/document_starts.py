@@ -1,4 +1,4 @@
-"""Document boundaries: whether a dataset marks them, how many rows contain several documents, and sample rows."""
+"""Document boundaries of datasets: end-of-document tokens, fraction of rows with several documents, and sample rows."""
 
 from collections.abc import Iterable, Sequence
 
@@ -35,31 +35,31 @@ def check_document_ends(dataset_slice: DatasetSlice, vocabulary: Vocabulary) -> 
     return eod
 
 
-def describe_crossing_fraction(attention_mask: str, share: float | None) -> list[str]:
+def describe_crossing_fraction(attention_mask: str, fraction: float | None) -> list[str]:
     """Return a line on the fraction of rows with several documents and how attention treats them.
 
     There is no line if there are no rows, or if the fraction rounds to 0%.
     """
-    if share is None or f"{share:.0%}" == "0%":
+    if fraction is None or f"{fraction:.0%}" == "0%":
         return []
     effect = "each attends only to itself" if attention_mask == "document" else "attention crosses document boundaries"
-    return [f"attention_mask {attention_mask}: {share:.0%} of rows contain several documents; {effect}"]
+    return [f"attention_mask {attention_mask}: {fraction:.0%} of rows contain several documents; {effect}"]
 
 
-def estimate_crossing_fraction(parts: Sequence[DatasetSlice], seq_length: int) -> float | None:
+def estimate_crossing_fraction(slices: Sequence[DatasetSlice], seq_length: int) -> float | None:
     """Estimate the fraction of training rows with several documents from unshuffled datasets; None without rows."""
-    shares = (compute_crossing_fraction(part.dataset.lengths[part.first : part.last], seq_length) for part in parts)
-    return average_crossing_fractions((part.weight for part in parts), shares)
+    fractions = (compute_crossing_fraction(each.dataset.lengths[each.first : each.last], seq_length) for each in slices)
+    return average_crossing_fractions((each.weight for each in slices), fractions)
 
 
-def average_crossing_fractions(weights: Iterable[float], shares: Iterable[float | None]) -> float | None:
-    """Return the mean of shares weighted by their datasets.
+def average_crossing_fractions(weights: Iterable[float], fractions: Iterable[float | None]) -> float | None:
+    """Return the mean of fractions, weighted by dataset.
 
     Datasets without a row (None) are ignored; None is returned if there are no others.
     """
-    known = [(weight, share) for weight, share in zip(weights, shares, strict=True) if share is not None]
+    known = [(weight, fraction) for weight, fraction in zip(weights, fractions, strict=True) if fraction is not None]
     total = sum(weight for weight, _ in known)
-    return sum(weight * share for weight, share in known) / total if total else None
+    return sum(weight * fraction for weight, fraction in known) / total if total else None
 
 
 def compute_crossing_fraction(lengths: np.ndarray, seq_length: int) -> float | None:
@@ -72,7 +72,9 @@ def compute_crossing_fraction(lengths: np.ndarray, seq_length: int) -> float | N
     num_rows = int(ends[-1]) // seq_length if len(ends) else 0
     if num_rows == 0:
         return None
-    starts = ends[ends % seq_length != 0]  # starts of the next documents; one at the start of a row crosses nothing
+    starts = ends[
+        ends % seq_length != 0
+    ]  # starts of the next documents; a start at the beginning of a row crosses nothing
     return int((np.unique(starts // seq_length) < num_rows).sum()) / num_rows
 
 

@@ -12,8 +12,8 @@ the seed and the first count, no matter how often or how far a run is extended, 
 logarithm of its length. A blend of datasets is megatron-core's BlendedDataset over such chains. Its interleaving is
 greedy, so the first n samples are the same for any total.
 
-`list_document_parts` follows a sample's index through pieces, blend, chain and megatron-core's index to the dataset on
-disk, and compares the tokens there with the sample's.
+`list_document_parts` resolves a sample's index through pieces, blend, chain and megatron-core's index to the dataset on
+disk, and compares the tokens there with those of the sample.
 """
 
 from bisect import bisect_right

@@ -33,8 +33,8 @@ from megatron.data.corpus_metadata import (
     MAX_CHECKSUM_BYTES,
     CorpusMetadata,
     check_files,
+    get_split_basename,
     read_corpus_metadata,
-    split_basename,
 )
 from megatron.utils.errors import RunError, UserError, check_reachable
 
@@ -158,7 +158,7 @@ def find_corpus_metadata(prefix: Path) -> CorpusMetadata | None:
     if not (prefix.parent / CORPUS_FILE).is_file():
         return None
     metadata = read_corpus_metadata(prefix.parent)
-    return metadata if prefix.name in {split_basename(split) for split in metadata.splits} else None
+    return metadata if prefix.name in {get_split_basename(split) for split in metadata.splits} else None
 
 
 def check_dataset(prefix: Path, *, content: bool) -> None:

@@ -1,11 +1,11 @@
-"""Loading the tokenizer and vocabulary of a corpus, of a configuration's data, or of a run, and checks of token ids.
+"""Loaders of the tokenizer and vocabulary of a corpus, a configuration's data or a run, and checks of token ids.
 
 Each run has its own copy of its tokenizer, so that its models can process text wherever the run's folder is moved:
 
     RUN/tokenizer/description.json    type, name, vocabulary, end of document, files and their checksum
     RUN/tokenizer/tokenizer.json      the tokenizer's files, named as in a corpus folder
 
-The copy is written when training takes over a run's folder and when a model is imported. Older runs without a copy get
+The copy is written when training creates or resumes a run, and when a model is imported. Older runs without a copy get
 one when they are resumed; until then, the tokenizer of their data is used.
 """
 

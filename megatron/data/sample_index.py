@@ -134,7 +134,7 @@ def _temporary_folder(groups: ProcessGroups) -> Iterator[Path]:
         if isinstance(own_or_error, OSError):
             raise own_or_error
         yield own_or_error
-        groups.gather_objects(None)  # nobody reads it anymore
+        groups.gather_objects(None)  # no process reads it anymore
 
 
 class GPTDatasetBuilder:
@@ -235,10 +235,7 @@ class GPTDatasetBuilder:
         return None
 
     def _cache_key(self, num_samples: int, seed: int) -> str:
-        """Return a key of everything the index depends on.
-
-        A dataset is identified by path, size and modification time.
-        """
+        """Return a key of the inputs of the index. A dataset is identified by path, size and modification time."""
         dataset_slice = self.dataset_slice
         parts = [self.prefix, _stat_files(dataset_slice.dataset), dataset_slice.first, dataset_slice.last]
         parts += [self.split.name, self.seq_length, num_samples, seed, self.eod_mask_loss, self.vocabulary.size]

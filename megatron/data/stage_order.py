@@ -1,6 +1,4 @@
-"""Order of the text across the stages of a run.
-
-No token is read twice, and skipped tokens are reported.
+"""Order of the text across the stages of a run: no token is read twice, and skipped tokens are reported.
 
 Texts are cut into blocks of B tokens, the longest seq_length of all stages, and a run's order is an order of blocks
 (`gpt_dataset`). A stage with length L reads each block as B / L consecutive sequences. The text is therefore the same
@@ -50,10 +48,7 @@ class StageOrder:
         return self.start + samples - self.first_sample
 
     def count_blocks(self, sequences: int, length: int) -> int:
-        """Return the number of blocks that contain the first `sequences` sequences of a length.
-
-        A partial block counts.
-        """
+        """Return the number of blocks, a partial one included, for the first `sequences` sequences of a length."""
         return -(-sequences * length // self.block_length)
 
     def to_dict(self) -> dict[str, Any]:

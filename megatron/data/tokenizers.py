@@ -2,14 +2,18 @@
 
 There are four types, with GPT-NeoX's names where available:
 
-| type | files | description | |---|---|---| | `bytes` | none | 256 UTF-8 byte values and end-of-document: 257 tokens,
-no training, no unknown text | | `HFTokenizer` | `tokenizer.json` | any Hugging Face tokenizer (GPT-NeoX-20B's,
-Pythia's, one by `train_bpe`) | | `GPT2BPETokenizer` | `vocab.json`, `merges.txt` | GPT-2's byte-level BPE | |
-`SPMTokenizer` | `tokenizer.model` | SentencePiece |
+| type               | files                      | description                                                    |
+|--------------------|----------------------------|----------------------------------------------------------------|
+| `bytes`            | none                       | 256 UTF-8 byte values and end-of-document: 257 tokens, no      |
+|                    |                            | training, no unknown text                                      |
+| `HFTokenizer`      | `tokenizer.json`           | any Hugging Face tokenizer (GPT-NeoX-20B's, Pythia's, or from  |
+|                    |                            | `train_bpe`)                                                   |
+| `GPT2BPETokenizer` | `vocab.json`, `merges.txt` | GPT-2's byte-level BPE                                         |
+| `SPMTokenizer`     | `tokenizer.model`          | SentencePiece                                                  |
 
 A corpus folder contains a copy of its tokenizer's files with a checksum, so that it can be moved and read anywhere. So
 does a run's folder (`load_tokenizer.py`). A tokenizer's `name` contains that checksum: two corpora are compatible
-exactly if their tokenizers have the same name.
+if and only if their tokenizers have the same name.
 
 Some tokenizers add a token before every text (Llama's `<s>`, OPT's `</s>`). Whether to do so is decided once, when a
 corpus is prepared or a model is imported: by the tokenizer's own files, or by `add_bos`. The decision is stored with

@@ -1,4 +1,4 @@
-"""Data in torch's form: datasets of held-out text and of task samples, and the loader of batches.
+"""PyTorch datasets of held-out text and of task samples, and the loader of batches.
 
 Validation scores each token once, in a fixed order. A text is cut into windows of T tokens; the last window is padded
 with positions that are not scored. Every token except a text's first is therefore a target exactly once, for any T.

@@ -274,7 +274,7 @@ class HarnessModel(TemplateLM):
     @property
     def _is_sharded(self) -> bool:
         """True if several ranks must call the model together."""
-        return self.model.groups.mesh.tensor.size > 1 or self.model.is_divided_by_zero_3
+        return self.model.groups.mesh.tensor.size > 1 or self.model.is_sharded_by_zero3
 
     @torch.no_grad()
     def _forward(

@@ -17,7 +17,7 @@ from megatron.config.schema import Config
 from megatron.data.blend import compute_sequence_range, list_split_prefixes
 from megatron.data.corpus.sources import SUFFIXES, iter_raw_documents, scan_sources
 from megatron.data.corpus.tokenize_worker import ChunkEncoder, encode_chunks, iter_chunks
-from megatron.data.corpus_metadata import CORPUS_FILE, read_corpus, split_basename
+from megatron.data.corpus_metadata import CORPUS_FILE, get_split_basename, read_corpus
 from megatron.data.datasets import load_token_stream
 from megatron.data.indexed_dataset import find_corpus_metadata
 from megatron.data.load_tokenizer import Vocabulary, build_vocabulary, load_run_tokenizer, read_vocabulary
@@ -161,7 +161,7 @@ def _find_dataset(path: Path) -> Path:
         raise UserError(
             f"{path}: only {', '.join(splits)} found; expected test, valid, or all, or a dataset in this folder"
         )
-    return path / split_basename(split)
+    return path / get_split_basename(split)
 
 
 def _is_text_file(path: Path) -> bool:

@@ -28,7 +28,7 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return (whole, 0) if rest == whole // 2 else (whole // 2, rest)
 
 
-def head_dim_constants(head_dim: int) -> dict[str, int]:
+def build_head_dim_constants(head_dim: int) -> dict[str, int]:
     """Return the constants of a kernel that reads rows of this head dimension."""
     first, second = split_head_dim(head_dim)
     return {"HEAD_DIM": head_dim, "BLOCK_DA": first, "BLOCK_DB": second}

@@ -71,7 +71,7 @@ class _Plan(NamedTuple):
     result: tuple[int, dict[str, Any]] | None
     """Slot of the function's result, and the other attributes of that tensor; None if the function returns nothing."""
 
-    def carry_out(self, builder: Any, handles: list[Any]) -> Any:
+    def replay(self, builder: Any, handles: list[Any]) -> Any:
         """Return the function's result for these tensors."""
         values = handles + self.values
         for method, places, place in self.steps:
@@ -165,7 +165,7 @@ def _replace_builtin(plans: Any, owner: Any, name: str, function: Any, builder: 
             return result
         if (plan := known[key]) is None:
             return function(*args, _semantic=TritonSemantic(builder), **kwargs)
-        return plan.carry_out(builder, [x.handle for x in given if type(x) is tensor])
+        return plan.replay(builder, [x.handle for x in given if type(x) is tensor])
 
     scope.set_attr(owner, name, call)
 

@@ -6,10 +6,10 @@ sequence exchange the tensors that attention needs from other ranks.
 Tensor parallelism: megatron-core splits the linear layers, so each rank computes a contiguous range of heads. For our
 modules this means:
 
-* Every rank holds all parameters of encodings and processors and uses those of its heads. Each rank's gradient is
-  therefore partial, and gradients are summed over ranks; otherwise the copies would drift apart.
+* Every rank holds all parameters of encodings and processors and uses those of its heads. Its gradients are partial, so
+  gradients are summed over ranks. Otherwise the copies would diverge.
 * A processor mixes the scores of all heads. So ranks exchange heads for rows: each computes all heads for a share of
-  the query rows, and the output is exchanged back the same way. Keys and values of all heads are gathered; queries are
+  the query rows, and the output is exchanged back. Keys and values of all heads are gathered; queries are
   gathered only if the processor reads rows above those of the rank.
   Communication is linear in T; score matrices are never exchanged. If the rows are not divisible, are few (decoding),
   or some sequences are padded, each rank keeps its heads, gathers the queries of all heads and computes all scores.
@@ -59,7 +59,7 @@ from megatron.model.core_modules import MegatronModule, TransformerConfig
 from megatron.model.kv_cache import KVCache
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import OptionError
-from megatron.position.numerics import has_parameters_divided_by_zero_3
+from megatron.position.numerics import has_parameters_sharded_by_zero3
 from megatron.position.temperature import Temperature
 from megatron.position.token_range import ALL_HEADS, TokenRange
 from megatron.utils.errors import UserError
@@ -90,7 +90,7 @@ class LayerAttention:
 
 
 ROTATION = ("rotate", "rotate_keys", "get_cos_sin")
-"""Functions of an encoding that describe the same rotation."""
+"""Functions of an encoding that define its rotation. A subclass that overrides one must override all."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class PositionedAttention(MegatronModule):
         self.layer_index = layer_index
         self.groups = groups
         self.heads = get_tensor_parallel_heads(groups.mesh.tensor, config.num_attention_heads)
-        assert config.num_query_groups is not None  # megatron-core fills it in
+        assert config.num_query_groups is not None  # set by megatron-core
         self.queries_per_key = config.num_attention_heads // config.num_query_groups
 
     @property
@@ -198,7 +198,7 @@ class PositionedAttention(MegatronModule):
             return None
         owners = {next(kind for kind in type(self.encoding).__mro__ if name in vars(kind)) for name in ROTATION}
         if len(owners) > 1:
-            return None  # a subclass overrides one of the functions, so they may differ
+            return None  # a subclass overrides only some of the functions, so they may disagree
         return self.encoding.get_cos_sin(like, segments[0].tokens)
 
     def forward(
@@ -250,7 +250,7 @@ class PositionedAttention(MegatronModule):
         if shares_rows:
             chunks = list_context_chunks(q.shape[2], self.groups.mesh.tensor)
             # Rank 0's chunks are apart; those of the last rank are adjacent.
-            segments = select_chunks(segments, chunks, join_neighbours=not self._is_divided_by_zero_3)
+            segments = select_chunks(segments, chunks, join_neighbours=not self._is_sharded_by_zero3)
             heads = ALL_HEADS
             if queries is None:
                 q = exchange_heads_for_rows(q, self.groups)
@@ -267,7 +267,7 @@ class PositionedAttention(MegatronModule):
                 q = queries[:, :, queries.shape[2] - q.shape[2] :]
             gates = None if gates is None else gather_heads(gates, self.groups)
         k, v = gather_sequence(k, v, self.groups)
-        if gates is not None:  # too small to exchange separately, unlike keys and values
+        if gates is not None:  # too small to be exchanged separately, unlike keys and values
             gates = all_gather(gates, 2, self.groups, "context", reduce_grad=True)
         above = None
         if queries is not None:
@@ -276,7 +276,7 @@ class PositionedAttention(MegatronModule):
             )
         if len(segments) > 1:
             q = q.contiguous()  # a view would keep the adjacent keys and values alive
-        # Repeated only here: the cache stores, and ranks exchange, each key-value head once.
+        # Repeated only here, so that the cache stores and ranks exchange each key-value head once.
         k, v = (x.repeat_interleave(self.queries_per_key, 1) if self.queries_per_key > 1 else x for x in (k, v))
         table = context.tables.get(self.layer_index) or self.compute_table(segments, q.device)
         terms = context.processor_terms.get(self.layer_index)
@@ -303,9 +303,9 @@ class PositionedAttention(MegatronModule):
         return cache.extend_queries(self.layer_index, q, self.processor.preceding_rows), None
 
     @property
-    def _is_divided_by_zero_3(self) -> bool:
+    def _is_sharded_by_zero3(self) -> bool:
         """True if ZeRO 3 shards the processor's parameters; all ranks must then call it equally often."""
-        return self.processor is not None and has_parameters_divided_by_zero_3(self.processor)
+        return self.processor is not None and has_parameters_sharded_by_zero3(self.processor)
 
     def _shares_rows(self, context: AttentionContext, length: int) -> bool:
         """Return True if tensor-parallel ranks exchange heads for rows."""

@@ -55,7 +55,7 @@ CHECKED_DEVICES = ("cuda",)
 
 @dataclass(frozen=True)
 class AttentionTarget:
-    """Device, data type and shapes for which a model will compute attention, as needed by the self-check."""
+    """Device, data type and shapes of a model's attention, for the self-check."""
 
     device: torch.device
     dtype: torch.dtype
@@ -123,7 +123,7 @@ def choose_backends(
 ) -> BackendChoice:
     """Return the named backend, or the choice of `auto`, separately for each layer type.
 
-    With a target on a GPU all processes must call this, whatever layers they have.
+    With a target on a GPU all processes must call this, even those without such layers.
 
     Args:
         name: `attention_backend`, or its override.
@@ -248,7 +248,7 @@ def _choose_by_check(
 
 
 def _find_record(key: CheckKey, run: Path) -> CheckRecord | None:
-    """Return a run's record of these layers, even if its sequences were different, or None."""
+    """Return a run's record for these layers, even for sequences of another shape, or None."""
     results = read_records(run)
     if len(results) == 1:
         return results[0]
@@ -264,7 +264,7 @@ def _get_method(key: CheckKey) -> Mapping[str, Any]:
 def build_check_key(
     model: ModelOptions, position: PositionOptions, groups: ProcessGroups, target: AttentionTarget
 ) -> CheckKey:
-    """Return everything on which the result of a rank's check depends, as JSON types."""
+    """Return the conditions on which the result of a rank's check depends, in JSON types."""
     sizes, softcap = groups.mesh.sizes, model.attn_logit_softcapping
     return {
         "card": describe_gpu(target.device),
@@ -295,10 +295,7 @@ def _hash_starts(starts: torch.Tensor) -> str:
 def get_local_rows_and_heads(
     position: PositionOptions, num_heads: int, has_processor: bool, groups: ProcessGroups, target: AttentionTarget
 ) -> tuple[tuple[TokenRange, ...], slice]:
-    """Return the rows of a sequence that this rank computes, and the heads.
-
-    They are divided as by `GPT` and `PositionedAttention`.
-    """
+    """Return the rows of a sequence and the heads that this rank computes, as in `GPT` and `PositionedAttention`."""
     limit, mesh = position.randomized_positions, groups.mesh
     continuous = position.continuous_positions
     sampled = None
@@ -337,7 +334,7 @@ def _check(
 ) -> tuple[CheckResult, str | None]:
     """Run the self-check of each candidate. Return the result, and the error after which this process must exit.
 
-    If an earlier check ran out of time or memory, backends that it rejected for good are not tried again.
+    If an earlier check ran out of time or memory, backends with a final rejection are not tried again.
     """
     inputs = problem.list_inputs()
     rejected: list[BackendTrial] = []
@@ -348,7 +345,7 @@ def _check(
         if known is not None and known.is_final and not known.is_correct:
             rejected.append(known)
         elif left_out is not None:
-            rejected.append(BackendTrial(name, f"leaves {left_out} to row blocks"))
+            rejected.append(BackendTrial(name, f"falls back to row blocks for {left_out}"))
         else:
             tried[name] = backend
     error = None
@@ -357,20 +354,20 @@ def _check(
     except DeviceLostError as failure:
         # The next start knows of this failure and tries the remaining backends.
         trials = [replace(trial, is_final=trial.is_final and not trial.is_correct) for trial in failure.trials]
-        error = f"{failure}, and nothing runs on this device any more; the next start skips this backend"
+        error = f"{failure}, and the device is unusable; the next start skips this backend"
     return CheckResult(key, problem.describe(), (*rejected, *trials), round(monotonic() - start_time, 1)), error
 
 
 def agree_on_backend(
     results: Sequence[CheckResult], default: str, previous: str | None, *, was_checked_earlier: bool
 ) -> tuple[str, list[str]]:
-    """Choose the backend of all ranks. Return its name and lines about it, of which the first describes the choice.
+    """Choose the backend of all ranks. Return its name and console lines, the first of which describes the choice.
 
     Args:
         results: result of each rank, by rank.
         default: backend used if none passes the check.
         previous: backend that the run used before, if it resumes on the same card.
-        was_checked_earlier: True if no backend was tried now.
+        was_checked_earlier: True if the results are those of an earlier check.
     """
     wrong_elsewhere = {trial.backend for each in results[1:] for trial in each.trials if not trial.is_correct}
     correct = [trial for trial in results[0].rank_backends() if trial.backend not in wrong_elsewhere]
@@ -379,18 +376,16 @@ def agree_on_backend(
         return default, [f"attention: {default}, because no backend passed the check{left}"]
     chosen = next((trial for trial in correct if trial.backend == previous), correct[0])
     dtype = results[0].key["work"]["dtype"]
-    errors = (
-        f"errors at most {chosen.largest_error_ratio:.2g} of the {SAFETY_FACTOR:g} times rounding in {dtype} allowed"
-    )
-    errors = errors if chosen.excess else "its values were not compared"
+    errors = f"errors up to {chosen.largest_error_ratio:.2g} times rounding in {dtype} ({SAFETY_FACTOR:g} allowed)"
+    errors = errors if chosen.excess else "values not compared"
     line = f"attention: {chosen.backend}, {_compare_speed(chosen, correct, default)}, {errors}"
-    line += "; as before" if chosen.backend == previous else ""
+    line += "; same as before" if chosen.backend == previous else ""
     line += "; result of an earlier check" if was_checked_earlier else f"; checked in {results[0].seconds:.0f} s"
     return chosen.backend, [line + left, *_describe_disagreement(results, chosen.backend)]
 
 
 def _compare_speed(chosen: BackendTrial, correct: Sequence[BackendTrial], default: str) -> str:
-    """Describe the speed relative to the default or the next backend; milliseconds of a layer, forward and backward."""
+    """Describe the speed relative to the default or the next backend, with the times of a layer in both passes."""
     others = [trial for trial in correct if trial is not chosen]
     other = next((trial for trial in others if trial.backend == default), others[0] if others else None)
     own = chosen.milliseconds or 0.0
@@ -401,24 +396,24 @@ def _compare_speed(chosen: BackendTrial, correct: Sequence[BackendTrial], defaul
 
 
 def _describe_rejected(results: Sequence[CheckResult]) -> str:
-    """Describe every backend that some rank rejected, with the first rank's reason."""
+    """Describe the backends that any rank rejected, with the reason of the first such rank."""
     reasons: dict[str, str] = {}
     for rank, check_result in enumerate(results):
         for trial in check_result.trials:
             where = f" on rank {rank}" if rank else ""
             if trial.refusal is not None:
                 reasons.setdefault(trial.backend, f"{trial.backend} {trial.refusal}{where}")
-    return f"; left: {'; '.join(reasons.values())}" if reasons else ""
+    return f"; rejected: {'; '.join(reasons.values())}" if reasons else ""
 
 
 def _describe_disagreement(results: Sequence[CheckResult], chosen: str) -> list[str]:
-    """Return a line if ranks with other cards than rank 0's would choose another backend."""
+    """Return a line if a rank with another GPU than rank 0's would choose another backend."""
     mine: Any = results[0].key["card"]
     for rank, check_result in enumerate(results):
         ranked = check_result.rank_backends()
         if check_result.key["card"] != mine and ranked and ranked[0].backend != chosen:
             return [
-                f"attention: rank {rank} has another card ({check_result.key['card']['name']}, rank 0 "
+                f"attention: rank {rank} has another GPU ({check_result.key['card']['name']}, rank 0 "
                 f"{mine['name']}), on "
                 f"which {ranked[0].backend} would be faster; all ranks use rank 0's choice"
             ]
@@ -428,7 +423,7 @@ def _describe_disagreement(results: Sequence[CheckResult], chosen: str) -> list[
 def load_backend_choice(run: Path, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the backend that a run's own check chose, for a model loaded from the run.
 
-    Return None unless card, software and data type are those of the check.
+    Return None unless GPU, software and data type are those of the check.
     """
     results = read_records(run)
     if not results or device.type not in CHECKED_DEVICES or len({record.backend for record in results}) > 1:

@@ -82,7 +82,7 @@ def check_position_options(model: ModelOptions, position: PositionOptions) -> No
 
 
 def has_initial_effect(model: ModelOptions, position: PositionOptions) -> bool:
-    """Return True if a fresh score processor of a configuration changes what the model computes."""
+    """Return True if a newly initialized score processor of a configuration changes the model's output."""
     with torch.random.fork_rng(devices=[]):
         layer_types, dims = list_layer_types(position, model.num_layers), build_attention_dims(model)
         _, formulas = _build_formulas(model, position, layer_types, dims)
@@ -193,7 +193,7 @@ def _check_multipliers(model: ModelOptions, position: PositionOptions, encoding:
 
 
 def _scale_initial_weights(gpt: GPT, model: ModelOptions) -> None:
-    """Rescale the initial weights from the base model's deviations to muP's."""
+    """Rescale the initial weights from the base model's standard deviations to muP's."""
     if gpt.mup is None:
         return
     own = {id(p) for module in gpt.modules() if isinstance(module, Encoding | Processor) for p in module.parameters()}
@@ -311,7 +311,7 @@ def build_model(
         groups: process groups that share the model; `build_single_process_groups()` if this process holds all of it.
         device: device of the model; `meta` builds shapes without memory.
         dtype: data type of the weights.
-        seed: seed of the initialization (and of torch); None leaves the random state alone.
+        seed: seed of the initialization (and of torch); None leaves the random state unchanged.
         backend: backend that overrides attention_backend.
         target: device, data type and shapes of the computation, for the self-check of `attention_backend: auto` on a
             GPU; all processes must then call this. None skips the check.

@@ -70,8 +70,8 @@ class CrossEntropy:
 def select_label_logits(logits: Tensor, labels: Tensor, groups: ProcessGroups) -> Tensor:
     """Return the logit of each token's label [B, T] from each rank's logits [T, B, V].
 
-    Ranks continue identically with the result, so its gradient is not summed. `gather` is avoided because it would keep
-    the logits for its backward pass.
+    All ranks use the result identically, so its gradient is not summed. `gather` is not used, because it would save the
+    logits for its backward pass.
     """
     size = logits.shape[-1]
     index = labels.t().flatten() - groups.mesh.tensor.index * size
@@ -110,6 +110,6 @@ def chunked_cross_entropy(
 def gather_vocabulary(logits: Tensor, groups: ProcessGroups) -> Tensor:
     """Gather logits over the whole vocabulary from each rank's shard, along the last dimension.
 
-    Ranks continue identically with the result, so its gradient is not summed.
+    All ranks use the result identically, so its gradient is not summed.
     """
     return all_gather(logits, logits.dim() - 1, groups, "tensor", reduce_grad=False)

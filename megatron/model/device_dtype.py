@@ -44,7 +44,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def check_precision(precision: str, device: str) -> None:
-    """Raise UserError if precision or device is unknown, or they do not match; auto is always valid."""
+    """Raise UserError if precision or device is unknown, or if they cannot be combined; auto is always valid."""
     if precision not in PRECISIONS:
         raise UserError(f"precision is {precision}; {format_choices(str(precision), PRECISIONS)}")
     if parse_device(device)[0] == "cpu" and precision == "fp16":

@@ -28,7 +28,7 @@ from megatron.model.mup import Multipliers, MupScaling
 from megatron.model.pass_inputs import LayerGroups, SegmentBuilder, find_documents
 from megatron.options.model import MAX_LOGITS
 from megatron.position.encoding import Encoding
-from megatron.position.numerics import has_parameters_divided_by_zero_3, soft_cap
+from megatron.position.numerics import has_parameters_sharded_by_zero3, soft_cap
 from megatron.position.token_range import TokenRange
 from megatron.utils.errors import UserError
 
@@ -101,7 +101,7 @@ class GPT(GPTModel):
         self._layer_groups = LayerGroups(attentions)
 
     def _drop_off_stage_modules(self, stage: Axis) -> None:
-        """Delete the modules of other stages, and mark parameters that an earlier stage also holds."""
+        """Delete the modules of other stages, and mark the parameters that an earlier stage also has."""
         local = get_pipeline_layer_range(self.config.num_layers, stage)
         prefixes = [f"decoder.layers.{layer}." for layer in range(self.config.num_layers) if layer not in local]
         tied = self.share_embeddings_and_output_weights
@@ -262,7 +262,7 @@ class GPT(GPTModel):
         )
         hidden = self._embed(tokens, segments, restarted) if self.is_first_stage else tokens  # [T, B, D]
         if self._unused_encodings and torch.is_grad_enabled():
-            hidden = self._add_nothing(hidden)
+            hidden = self._add_zero_gradients(hidden)
         context = self._layer_groups.build_context(
             [layer.self_attention.core_attention for layer in self.local_layers],
             segments,
@@ -277,10 +277,10 @@ class GPT(GPTModel):
             kv_cache.length += length
         return hidden
 
-    def _add_nothing(self, hidden: Tensor) -> Tensor:
-        """Return the same hidden states, but give parameters that no layer of this stage reads a gradient of zero.
+    def _add_zero_gradients(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states unchanged, with zero gradients for parameters that no layer of this stage reads.
 
-        Its order and data type match other gradients, because stages sum these gradients.
+        Pipeline stages sum these gradients, so their order and data type match those of other gradients.
         """
         unused = [p for name in self._unused_encodings for p in self.positions[name].parameters()]
         return hidden + sum((0.0 * parameter.sum() for parameter in unused), hidden.new_zeros(())).to(hidden.dtype)
@@ -330,9 +330,9 @@ class GPT(GPTModel):
         return hidden
 
     @property
-    def is_divided_by_zero_3(self) -> bool:
+    def is_sharded_by_zero3(self) -> bool:
         """True if ZeRO 3 shards the weights of this stage's layers."""
-        return has_parameters_divided_by_zero_3(self.local_layers[0])
+        return has_parameters_sharded_by_zero3(self.local_layers[0])
 
     def has_attention_parameters(self) -> bool:
         """Return True if attention itself has trainable parameters, in an encoding or a processor."""

@@ -15,7 +15,7 @@ from megatron.position.token_range import SampledPositions
 from megatron.utils.errors import UserError
 
 MIN_CAPACITY = 2048
-"""Initial number of tokens that a cache allocates, unless fewer may come."""
+"""Initial number of tokens that a cache allocates, unless its capacity is smaller."""
 
 WINDOW_SLACK = 256
 """Number of tokens that a layer with a window allocates beyond the window. The layer moves its window once per this
@@ -40,7 +40,7 @@ class KVCache:
 
     Args:
         capacity: maximum number of tokens.
-        kept: by layer number, how many keys before a row the row may depend on; None for all.
+        kept: number of preceding keys on which a row may depend, by layer index; None for all.
         sampled: positions of all tokens if they are randomized.
     """
 
@@ -64,7 +64,7 @@ class KVCache:
             raise RuntimeError("a cache is for inference: use it under torch.no_grad() or torch.inference_mode()")
 
     def extend(self, layer_index: int, *new: Tensor | None) -> tuple[tuple[Any, ...], int]:
-        """Store a layer's keys, values [B, H, T, d] and gates [B, H, T] of the new tokens; see `LayerCache.extend`."""
+        """Store a layer's keys and values [B, H, T, d] and gates [B, H, T] of the new tokens (`LayerCache.extend`)."""
         return self._layers[layer_index].extend(new, self.length)
 
     def extend_queries(self, layer_index: int, q: Tensor, preceding_rows: int) -> Tensor:

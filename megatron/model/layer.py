@@ -37,7 +37,7 @@ from megatron.model.core_modules import (
     TransformerLayer,
 )
 from megatron.model.layer_config import can_compile, choose_region
-from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32
+from megatron.position.numerics import is_sharded_by_zero3, promote_to_float32
 
 Heads = tuple[Tensor, ...]
 """Queries [T, B, h, d], keys and values [T, B, g, d], or one tensor [T, B, g·(n + 2)·d] that holds all three."""
@@ -46,10 +46,10 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draws: bool) -> Tensor:
-    """Call a function whose backward pass recomputes it, and return its result.
+    """Call a function that is recomputed in the backward pass, and return its result.
 
     Set `draws` if the function uses random numbers, so that torch's random states are saved and restored. Otherwise
-    this, like the comparison of shapes, is skipped: it would cost the host as much as a layer's operations.
+    this is skipped, as is the comparison of shapes: both would take as much host time as a layer's operations.
     """
     options: dict[str, Any] = {"preserve_rng_state": draws, "determinism_check": "none"}
     result: Tensor = checkpoint(function, *arguments, use_reentrant=False, **options)
@@ -110,8 +110,8 @@ def build_qk_norm(
 ) -> nn.Module:
     """Build the norm of queries or keys [T, B, h, d], over each head or over all heads together.
 
-    A norm over each head has the same weights for all heads. A rank computes the gradient of its heads, and gradients
-    are summed over ranks.
+    A norm over each head has the same weights for all heads. A rank computes the gradients of its own heads, and
+    gradients are summed over ranks.
     """
     if over_heads:
         return NormOverHeads(kind, num_heads, head_dim, epsilon, groups, bias=bias)
@@ -126,7 +126,7 @@ def is_unsharded(linear: ColumnParallelLinear | RowParallelLinear, weight: Tenso
     ZeRO 3 releases a weight after use. Autograd must then save the parameter itself instead of a view, as
     megatron-core's function does.
     """
-    return linear.tp_group.size() == 1 and not is_divided_by_zero_3(weight)
+    return linear.tp_group.size() == 1 and not is_sharded_by_zero3(weight)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -167,7 +167,7 @@ class BiasedSelfAttention(SelfAttention):
         build_qk_norm: function that builds a norm for a number of heads.
         output_gates: number of gates on a token's attention output: none, one per head, or one per element (Qiu et al.
             2025, 2505.06708). megatron-core has only the latter.
-        recomputes: True to keep nothing between the linear layers for the backward pass.
+        recomputes: True to save nothing between the linear layers for the backward pass.
     """
 
     def __init__(

@@ -102,7 +102,7 @@ def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
             except torch._dynamo.exc.TorchDynamoException as error:
                 is_eager = True
                 reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
-                logger.warning("compile_regions: %s is left to PyTorch's operations: %s", function.__name__, reason)
+                logger.warning("compile_regions: %s runs without compilation: %s", function.__name__, reason)
         return function(*arguments)
 
     return run

@@ -34,9 +34,9 @@ in the output, 1/h, and so does ε. A temperature's numbers per head behave in t
 1.
 
 A score processor's first convolution sums over the heads' scores and biases (fan-in heads·k, or twice as much) into a
-fixed number W of channels; its second maps these back to all heads. The first is to the heads what an output matrix is
-to the hidden units: from many to few. If its weights had size 1/√h, as torch initializes them, each step would move the
-scores of all heads together in the direction of these weights, and their sum by √h. They therefore have size 1/h
+fixed number W of channels; its second maps these back to all heads. For the heads, the first is like an output matrix
+for the hidden units: from many to few. If its weights had size 1/√h, as torch initializes them, each step would move
+the scores of all heads together in the direction of these weights, and their sum by √h. They therefore have size 1/h
 (base's deviation, which contains 1/√h, over √h) and move by 1/h. The second is like an embedding, from few to many: its
 fan-in W·k does not grow, so nothing changes. Transformer-XL's projection sums over hidden units into hidden units: it
 is a layer's matrix.

@@ -111,8 +111,8 @@ def build_parameter_groups(
 
     Each pair of bounds gets its own group, with keys `low` and `high`: ZeRO flattens each group separately, so the
     optimizer can project its float32 masters by group. With Muon the layers' weights form a group, whose `matrices`
-    list what to orthogonalize; AdamW updates all others. With muP each of these groups is divided further by `lr_scale`
-    and `eps_scale`, and its decay is scaled.
+    list the matrices to orthogonalize; AdamW updates all others. With muP each of these groups is divided further by
+    `lr_scale` and `eps_scale`, and its decay is scaled.
 
     Each group has its `algorithm`, which is also set on its parameters (`get_algorithm`).
     """
@@ -138,14 +138,14 @@ def build_parameter_groups(
         is_decayed = is_matrix or id(parameter) in decayed
         by_muon = id(parameter) in matrices
         scales = StepScales() if mup is None else mup.get_step_scales(role, by_muon=by_muon)
-        # This order decides the position in ZeRO: Muon's matrices, decayed, not decayed, then by bounds.
+        # This order determines the positions in ZeRO: Muon's matrices, decayed, not decayed, then by bounds.
         place = (0,) if by_muon else (3, low, high) if is_bounded else (1,) if is_decayed else (2,)
         key = (place, scales.lr, scales.eps, scales.weight_decay if is_decayed else 0.0)
         group = groups.get(key)
         if group is None:
             name = "hidden matrices" if by_muon else "decayed" if is_decayed else "not decayed"
             group = groups[key] = {
-                "name": f"in [{low:g}, {high:g}]" if is_bounded else name,
+                "name": f"bounded to [{low:g}, {high:g}]" if is_bounded else name,
                 "params": [],
                 "algorithm": "Muon" if by_muon else "AdamW" if algorithm == "Muon" else algorithm,
                 "weight_decay": weight_decay * scales.weight_decay if is_decayed else 0.0,
@@ -178,7 +178,7 @@ def find_model_parts(model: nn.Module) -> dict[str, str]:
         elif name in ("embedding", "output_layer"):
             part = "embedding" if name == "embedding" else "output layer"
         elif not name:
-            part = "norms"  # norms of the layers and the final norm: everything not in another part
+            part = "norms"  # all parameters without another part are norms of layers or the final norm
         else:
             continue
         parts.update((f"{name}.{weight}" if name else weight, part) for weight, _ in module.named_parameters())

@@ -1,7 +1,7 @@
 """Inputs of a forward pass that are prepared before the layers: segments of its tokens, and terms that layers share.
 
-Segments are the positions of the tokens, and the keys that each may see. They depend on the cache of earlier tokens,
-padding, documents, randomized positions, and on the tokens that a rank of context parallelism holds.
+Segments describe the positions of the tokens and the keys that each may see. They depend on the cache of earlier
+tokens, padding, documents, randomized positions, and on the tokens that a rank of context parallelism holds.
 
 Score tables, processor terms and document masks are computed once before the layers, so that activation recomputation
 does not repeat them. Layers belong together if the same call serves them, or if one call computes the terms of several
@@ -39,7 +39,7 @@ from megatron.model.attention import AttentionContext, PositionedAttention, buil
 from megatron.model.kv_cache import KVCache
 from megatron.position import token_range
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.numerics import has_parameters_divided_by_zero_3
+from megatron.position.numerics import has_parameters_sharded_by_zero3
 from megatron.position.token_range import SampledPositions, TokenRange
 from megatron.utils.errors import UserError
 
@@ -118,7 +118,7 @@ class SegmentBuilder:
             restarted = self._build_position_segments(position_ids, device)
         # Rows with one document need none of this, but under ZeRO 3 all ranks must call the same modules.
         if document_starts is not None and (
-            bool(document_starts.any()) or has_parameters_divided_by_zero_3(self.layers[0])
+            bool(document_starts.any()) or has_parameters_sharded_by_zero3(self.layers[0])
         ):
             if mask is not None:
                 raise RuntimeError("document_starts cannot be combined with padding")
@@ -286,9 +286,7 @@ def _compute_tables(
 def _compute_layer_masks(
     attentions: Sequence[PositionedAttention], segments: tuple[Segment, ...], starts: Tensor, like: Tensor
 ) -> dict[int, tuple[Segment, ...]]:
-    """Compute the document masks of layers with the same backend and window once.
-
-    They are shared by all these layers and by recomputation.
+    """Compute the document masks once for all layers with the same backend and window, and for their recomputation.
 
     Return the segments with their masks, by layer index.
 

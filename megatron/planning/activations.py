@@ -55,15 +55,17 @@ class LayerActivations:
     saved_bytes: int
     """Tensors saved between the layer's forward and backward pass, including its input."""
     workspace_bytes: int
-    """Peak of the additional memory in the backward pass. In the feed-forward layer that is the gradient of its inner
-    values. In attention it is the score matrices of one block with their gradients, and the gradients of the inputs and
-    outputs; the feed-forward layer's tensors are freed by then."""
+    """Memory allocated at the peak of the layer's backward pass, in addition to the saved tensors. In the feed-forward
+    layer this is the gradient of its inner values. In attention it is the score matrices of one block with their
+    gradients, and the gradients of the inputs and outputs."""
+    freed_bytes: int
+    """Saved tensors that are freed before that peak: those of the feed-forward layer if the peak is in attention."""
     input_bytes: int
     """Input of the layer: all that is saved if whole layers are recomputed."""
     saved_map_bytes: int
     """Score matrices among the saved tensors, including a processor's feature maps."""
     workspace_map_bytes: int
-    """Score matrices of one block and their gradients, at the peak of attention's backward pass."""
+    """Part of `workspace_bytes`: score matrices of one block and their gradients."""
     shared_bytes: int
     """Tensors of a micro-batch that all layers share."""
     recomputed_fraction: float
@@ -95,16 +97,14 @@ def estimate_layer_activations(
         kept = estimator.estimate_linear_bytes()
         inside, again = kept, max(inside - kept, 0)
         saved_maps, workspace_maps = 0, workspace_maps + saved_maps
-    workspace = max(
-        attention.workspace_bytes
-        - estimator.estimate_freed_bytes()
-        + estimator.estimate_attention_gradient_bytes()
-        + again,
-        estimator.estimate_mlp_gradient_bytes(),
-    )
+    workspace = attention.workspace_bytes + estimator.estimate_attention_gradient_bytes() + again
+    freed = estimator.estimate_freed_bytes()
+    if estimator.estimate_mlp_gradient_bytes() > workspace - freed:
+        workspace, workspace_maps, freed = estimator.estimate_mlp_gradient_bytes(), 0, 0
     return LayerActivations(
         outside + inside,
         workspace,
+        freed,
         estimator.num_tokens * estimator.hidden_size * estimator.bytes_per_element,
         saved_maps,
         workspace_maps,
@@ -277,16 +277,16 @@ class _LayerEstimator:
         return num_gradients * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
 
     def estimate_attention_gradient_bytes(self) -> int:
-        """Return the bytes of gradients.
+        """Return the bytes of the gradients of the residual stream, the attention output, and keys or values.
 
-        These are of the residual stream, attention output, and keys or values, accumulated over blocks.
+        Those of keys or values are accumulated over blocks.
         """
         return self.num_tokens * (self.hidden_size + 2 * self.local_q_size) * self.bytes_per_element
 
     def estimate_freed_bytes(self) -> int:
-        """Return the bytes freed before attention's backward pass.
+        """Return the bytes of the feed-forward layer and its norm, which are freed before attention's backward pass.
 
-        These are the feed-forward layer and its norm, unless parallel.
+        With a parallel residual nothing is freed.
         """
         return 0 if self.model.gpt_j_residual else self.estimate_mlp_bytes() + self.estimate_norm_bytes() // 2
 

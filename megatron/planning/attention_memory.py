@@ -151,7 +151,7 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
 
 
 def _count_gate_bytes(shape: AttentionShape) -> int:
-    """Count the bytes of Conv1's part of a gate's bias (`gate_terms.compute_gate_terms`), in float64.
+    """Return the bytes of the terms that Conv1 computes from a gate's bias (`gate_terms.compute_gate_terms`).
 
     A row has 4p exceptions with the taps of all heads and the width; a column has its taps and the width.
     """
@@ -165,7 +165,8 @@ def _count_gate_bytes(shape: AttentionShape) -> int:
 def has_cuda_kernels(shape: AttentionShape) -> bool:
     """Return True if kernels/cdape_attention has CUDA kernels for the shape, like `mixer.is_supported` (tested).
 
-    They run where a block fits the GPU's shared memory and a chunk fills the card: elsewhere this is an upper bound.
+    They run only if a block fits in the GPU's shared memory and a chunk has a block for each multiprocessor. Otherwise
+    the estimate is an upper bound.
     """
     processor = shape.processor
     return (
@@ -182,17 +183,14 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
 
 
 def supports_gates(shape: AttentionShape) -> bool:
-    """Return True if kernels/cdape_attention takes the shape on gates (`gated_op.describe_unsupported`; tested)."""
+    """Return True if kernels/cdape_attention supports the shape with gates, like `gated_op.describe_unsupported`."""
     processor = shape.processor
     padded = replace(shape, num_heads=max(shape.num_heads, 16))  # fewer heads are padded
     return processor is not None and processor.kernel_size <= 3 and has_cuda_kernels(padded)
 
 
 def estimate_kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:
-    """Return the bytes of all score matrices of a chunk, per row and column of a sequence.
-
-    They are those of kernels/cdape_attention.
-    """
+    """Return the bytes of a chunk's score matrices in kernels/cdape_attention, per row and column of a sequence."""
     channels = -(-num_heads // 8) * 8  # heads are padded to groups of 8
     return 2 * channels * bytes_per_element + num_heads * (bytes_per_element + 4)
 
@@ -215,7 +213,7 @@ def choose_chunk_rows(shape: AttentionShape) -> int:
 def estimate_bias_matrix(shape: AttentionShape) -> AttentionMemory:
     """Estimate the memory of kernels/bias, and of PyTorch's fused attention in recomputed row blocks.
 
-    They hold the bias matrix, its gradient, and the gradient that PyTorch returns for each sequence.
+    They allocate the bias matrix, its gradient, and the gradient that PyTorch returns for each sequence.
     """
     matrix = shape.num_heads * min(MATRIX_ROWS, shape.num_rows) * shape.num_columns * shape.bytes_per_element
     workspace = matrix * (2 + shape.batch_size)

@@ -1,4 +1,4 @@
-"""Device memory of training on one GPU: the peak over a few moments of a step.
+"""Device memory of training on one GPU: the peak over a few phases of a step.
 
 Symbols: P parameters of a rank, N = data × context ranks (ZeRO shards over these), b bytes of the compute type, K
 elements of a bucket (`reduce_bucket_size`, at most P). Weights and optimizer states take memory at all times, in bytes
@@ -33,7 +33,7 @@ During the backward pass gradients grow while activations are freed (a test sums
 Gradients accumulate with more than one micro-batch per step or with a pipeline. Tensors offloaded to the CPU take no
 device memory, with three exceptions: a buffer for the gradient of the largest parameter (ZeRO 1 and 2), the float32
 sums of bf16 gradients (ZeRO 2), and accumulated gradients with one bucket of their type between micro-batches (ZeRO 1).
-ZeRO 3 keeps its shard of the gradients at all times. At the loss it also holds its bucket and the gathered weights that
+ZeRO 3 keeps its shard of the gradients at all times. At the loss it also keeps its bucket and the gathered weights that
 are reused within `stage3_max_reuse_distance` elements; nothing releases these, and they amount to half that distance.
 The estimate excludes the memory of CUDA, NCCL and the allocator, for which `fits` reserves a tenth.
 """
@@ -68,8 +68,8 @@ CAST_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Memory at one moment of a step in bytes, without weights and optimizer states."""
+class StepPhase:
+    """Memory in one phase of a step, in bytes, without weights and optimizer states."""
 
     name: str
     gradients: int = 0
@@ -79,18 +79,18 @@ class Moment:
     """Tensors saved for the backward pass by all micro-batches in flight."""
     logits: int = 0
     """Logits, copies of them, and the gradient."""
-    working: int = 0
+    workspace: int = 0
     """Workspace of a layer's backward pass: recomputed activations, gradients inside it, score matrices."""
     step: int = 0
     """Float32 gradients that the optimizer step reads."""
 
     @property
     def total(self) -> int:
-        return self.gradients + self.buffers + self.activations + self.logits + self.working + self.step
+        return self.gradients + self.buffers + self.activations + self.logits + self.workspace + self.step
 
 
-PARTS = ("gradients", "buffers", "activations", "logits", "working", "step")
-"""Fields of a moment that add up to its total."""
+COMPONENTS = ("gradients", "buffers", "activations", "logits", "workspace", "step")
+"""Components of a phase, which add up to its total."""
 
 
 @dataclass(frozen=True)
@@ -102,24 +102,24 @@ class MemoryEstimate:
     weights: int
     optimizer: int
     """Moments and float32 masters."""
-    moments: tuple[Moment, ...]
+    phases: tuple[StepPhase, ...]
     saved_maps: int
     """Score matrices among the activations, including a score processor's feature maps."""
     workspace_maps: int
-    """Score matrices, including a processor's, and their gradients at the peak of attention's backward pass."""
+    """Score matrices in the largest `workspace`, including a processor's, and their gradients."""
     graphs: int = 0
-    """Memory that CUDA graphs of the passes hold at all times: the peak of a micro-batch, with its gradients."""
+    """Memory reserved by the CUDA graphs of both passes: the peak of a micro-batch, with its gradients."""
 
     @property
     def total_with_graphs(self) -> int:
         """Upper bound of peak memory with CUDA graphs; gradients may be part of their memory."""
-        rest = max(moment.gradients + moment.buffers + moment.step for moment in self.moments)
+        rest = max(phase.gradients + phase.buffers + phase.step for phase in self.phases)
         return self.weights + self.optimizer + self.graphs + rest
 
     @property
-    def peak(self) -> Moment:
-        """Moment with the highest memory."""
-        return max(self.moments, key=lambda moment: moment.total)
+    def peak(self) -> StepPhase:
+        """Phase with the highest memory."""
+        return max(self.phases, key=lambda phase: phase.total)
 
     @property
     def total(self) -> int:
@@ -127,33 +127,33 @@ class MemoryEstimate:
         return self.weights + self.optimizer + self.peak.total
 
     def get_largest(self, part: str) -> int:
-        """Return the largest value of a component (`PARTS`) over all moments."""
-        return max(getattr(moment, part) for moment in self.moments)
+        """Return the largest value of a component (`COMPONENTS`) over all phases."""
+        return max(getattr(phase, part) for phase in self.phases)
 
     def drop_score_matrices(self) -> "MemoryEstimate":
         """Return a lower bound for any attention backend: the estimate without saved or temporary score matrices."""
-        moments = tuple(
+        phases = tuple(
             replace(
-                moment,
-                activations=max(0, moment.activations - self.saved_maps),
-                working=max(0, moment.working - self.workspace_maps),
+                phase,
+                activations=max(0, phase.activations - self.saved_maps),
+                workspace=max(0, phase.workspace - self.workspace_maps),
             )
-            for moment in self.moments
+            for phase in self.phases
         )
         graphs = max(0, self.graphs - self.saved_maps - self.workspace_maps)
-        return replace(self, moments=moments, saved_maps=0, workspace_maps=0, graphs=graphs)
+        return replace(self, phases=phases, saved_maps=0, workspace_maps=0, graphs=graphs)
 
     def fits(self, gpu_gib: float, reserved_fraction: float = RESERVED_FRACTION) -> bool:
         """Return True if the estimate leaves `reserved_fraction` of a GPU of `gpu_gib` GiB free."""
         return self.total <= (1 - reserved_fraction) * gpu_gib * 2**30
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values: each component at its largest, and the name of the peak moment."""
-        parts = {part: self.get_largest(part) for part in PARTS}
-        maps = {"kept_maps": self.saved_maps, "working_maps": self.workspace_maps}
+        """Return plain values: each component at its largest, and the name of the peak phase."""
+        parts = {part: self.get_largest(part) for part in COMPONENTS}
+        maps = {"saved_maps": self.saved_maps, "workspace_maps": self.workspace_maps}
         states = {"stage": self.stage, "weights": self.weights, "optimizer": self.optimizer}
         maps |= {"graphs": self.graphs, "total_with_graphs": self.total_with_graphs}
-        return states | parts | maps | {"moment": self.peak.name, "total": self.total}
+        return states | parts | maps | {"peak_phase": self.peak.name, "total": self.total}
 
 
 def estimate_memory(
@@ -225,9 +225,12 @@ class _StageMemory:
             -(-sum(size * count for size, (_, count) in zip(get_largest(name), kinds, strict=True)) // self.num_layers)
             for name in ("saved_bytes", "saved_map_bytes")
         )
-        self.workspace, self.workspace_maps = (
-            max(get_largest(name)) for name in ("workspace_bytes", "workspace_map_bytes")
+        largest = max(
+            (layer for of_kind in layers for layer in of_kind),
+            key=lambda layer: layer.workspace_bytes - layer.freed_bytes,
         )
+        self.workspace, self.freed = largest.workspace_bytes, largest.freed_bytes
+        self.workspace_maps = largest.workspace_map_bytes
         self.largest_saved, self.largest_maps = max(get_largest("saved_bytes")), max(get_largest("saved_map_bytes"))
         self.input_bytes = layers[0][0].input_bytes
         # Layers with the same window share their masks.
@@ -235,16 +238,16 @@ class _StageMemory:
         self.shared_bytes = sum({own.position.window: size for (own, _), size in shared}.values())
 
     def estimate(self) -> MemoryEstimate:
-        """Estimate all moments of a step."""
+        """Estimate all phases of a step."""
         states = _ModelStates(self.config, self.sizes, self.num_parameters, self.num_layers)
         is_recomputed, num_layers = self.config.model.checkpoint_activations is True, self.num_layers
-        working, saved_maps, workspace_maps, kept_per_layer = (
-            self.workspace, num_layers * self.saved_maps, self.workspace_maps, self.saved,
-        )  # fmt: skip
+        workspace, recomputed, freed, kept_per_layer = self.workspace, 0, self.freed, self.saved
+        saved_maps, workspace_maps = num_layers * self.saved_maps, self.workspace_maps
         if is_recomputed:
             recomputed_layers = min(self.config.model.checkpoint_num_layers, num_layers)
             # Activations of the recomputed layers exist during their backward pass.
-            working += recomputed_layers * self.largest_saved - self.input_bytes
+            recomputed = recomputed_layers * self.largest_saved - self.input_bytes
+            workspace, freed = workspace + recomputed - freed, 0
             workspace_maps += recomputed_layers * self.largest_maps
             saved_maps = 0
             kept_per_layer = -(-num_layers // recomputed_layers) * self.input_bytes // num_layers
@@ -260,45 +263,45 @@ class _StageMemory:
         # A stage keeps its output until the backward pass of that micro-batch ends.
         output = self.hidden_bytes if not self.is_last else 0
 
-        def moment(name: str, gradients: int = 0, buffers: int = 0, **parts: int) -> Moment:
-            return Moment(name, gradients, handed + buffers, **parts)
+        def build_phase(name: str, gradients: int = 0, buffers: int = 0, **parts: int) -> StepPhase:
+            return StepPhase(name, gradients, handed + buffers, **parts)
 
-        moments = [
-            moment(
+        phases = [
+            build_phase(
                 "the loss", states.accumulated, states.held_bytes,
                 activations=in_flight + layers + beside, logits=self._count_logit_bytes(),
             ),
         ]  # fmt: skip
-        graphs = moments[0].activations + moments[0].logits
+        graphs = phases[0].activations + phases[0].logits
         # Gradients grow layer by layer while activations shrink: extremes are at both ends, and when a bucket is full.
         head = self.local_vocab_size * self.config.model.hidden_size if self.is_last else 0
         for name, done in (("the top layer's backward pass", 0), ("the bottom layer's backward pass", num_layers - 1)):
             elements = min(head + done * self.layer_parameters, self.num_parameters)
-            moments.append(
-                moment(
+            phases.append(
+                build_phase(
                     name, states.count_gradient_bytes(elements), states.count_buffer_bytes(elements),
-                    activations=in_flight + output + layers - done * kept_per_layer, working=working,
+                    activations=in_flight + output + layers - done * kept_per_layer - freed, workspace=workspace,
                 )
             )  # fmt: skip
-            graphs = max(graphs, moments[-1].activations + working + self.bytes_per_element * elements)
+            graphs = max(graphs, phases[-1].activations + workspace + self.bytes_per_element * elements)
         graphs = max(graphs, self.bytes_per_element * self.num_parameters)
         if states.reduces_early:
             done = min(max((states.bucket - head) // max(self.layer_parameters, 1), 0), num_layers - 1)
-            moments.append(
-                moment(
+            phases.append(
+                build_phase(
                     "a bucket's reduction", states.count_gradient_bytes(states.bucket), states.reduce_buffers,
                     activations=in_flight + output + layers - done * kept_per_layer,
-                    working=working - self.workspace,  # the layer that filled the bucket has finished
+                    workspace=recomputed,  # the layer that filled the bucket has finished
                 )
             )  # fmt: skip
-        moments.append(
-            moment(
+        phases.append(
+            build_phase(
                 "the reduction of gradients", states.reduce_gradients, states.reduce_buffers, step=states.reduce_step
             )
         )
-        moments.append(moment("the optimizer's step", states.step_gradients, step=states.step))
+        phases.append(build_phase("the optimizer's step", states.step_gradients, step=states.step))
         return MemoryEstimate(
-            self.stage, states.weights, states.optimizer, tuple(moments), saved_maps * self.num_in_flight,
+            self.stage, states.weights, states.optimizer, tuple(phases), saved_maps * self.num_in_flight,
             workspace_maps,
             graphs,
         )  # fmt: skip

@@ -3,8 +3,7 @@
 Each method declares its costs in its file (`megatron/position/facts.py`), which is read without importing it. A test
 builds every method and compares. FLOPs are those that a run reports as TFLOP/s and MFU (a test compares them with
 `GPT.count_flops_per_token`). A matrix product counts 2 per multiply-add, the backward pass twice the forward pass, and
-scores only if a token may attend to the key. Recomputation in the backward pass is not counted, because it makes no
-progress.
+and masked scores are not counted. Recomputation in the backward pass is not counted either, as usual for MFU.
 """
 
 from collections.abc import Callable
@@ -100,10 +99,7 @@ class PlannedProcessor:
         return self.cost.changes_weights(self.options)
 
     def flops_per_score(self, dims: AttentionDims) -> float:
-        """Return the FLOPs of the forward pass per score of all heads, without a bias.
-
-        Sequences share the bias.
-        """
+        """Return the forward FLOPs per score, over all heads, without those of a bias, which sequences share."""
         return 2.0 * self.cost.num_products(dims, self.options)
 
     def count_parameters(self, dims: AttentionDims, *, has_bias: bool) -> int:

@@ -79,10 +79,7 @@ def find_fastest_layouts(config: Config, vocab_size: int, cluster: Cluster) -> l
 
 
 def _get_sort_key(layout: ParallelLayout) -> tuple[float, ...]:
-    """Return a sort key: step time to four digits, larger micro-batch, less memory.
-
-    In practice a larger micro-batch is faster.
-    """
+    """Return a sort key: step time to four digits, larger micro-batches (faster in practice), less memory."""
     micro_batch_size = layout.config.training.train_micro_batch_size_per_gpu
     return float(f"{layout.step_time.total:.4g}"), -micro_batch_size, layout.memory.total
 
@@ -148,7 +145,7 @@ def fit_config_to_cluster(cluster: Cluster, config: Config) -> Config:
     """Return the configuration for the cluster's GPUs. Raises UserError if they do not fill whole nodes."""
     num_gpus, gpus_per_node = cluster.num_gpus, min(cluster.num_gpus, cluster.gpus_per_node)
     if num_gpus % gpus_per_node:
-        raise UserError(f"{num_gpus} GPUs are not whole nodes of {gpus_per_node}; change --gpus or --gpus-per-node")
+        raise UserError(f"{num_gpus} GPUs do not fill whole nodes of {gpus_per_node}; change --gpus or --gpus-per-node")
     return config.replace(num_gpus=gpus_per_node, nodes=num_gpus // gpus_per_node, device="cuda")
 
 

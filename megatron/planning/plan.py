@@ -1,8 +1,8 @@
 """Plan of a configuration: its needs on a number of GPUs, whether it fits, and the layouts that fit.
 
 Reading and writing a processor's feature maps takes longer than computing them. `step_time.py` counts FLOPs and
-therefore underestimates its cost. The factor of `MEASURED_OVERHEADS` is the measured overhead of a processor over its
-planned overhead:
+therefore underestimates its cost. The factor of `MEASURED_OVERHEADS` is the ratio of a processor's measured overhead to
+its planned overhead:
 
 | processor | model, tokens     | step / step without | plan  | factor | source                                        |
 |-----------|-------------------|---------------------|-------|--------|-----------------------------------------------|
@@ -65,7 +65,7 @@ MEASURED_OVERHEADS = {
 
 
 @dataclass(frozen=True)
-class StepTimeBand:
+class StepTimeRange:
     """Range of step times, in seconds, from the smallest to the largest measured overhead of a processor."""
 
     low: float
@@ -79,9 +79,9 @@ class StepTimeBand:
     source: str
 
 
-def estimate_measured_band(
+def estimate_measured_range(
     config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
-) -> StepTimeBand | None:
+) -> StepTimeRange | None:
     """Return the range of step times by measured overheads, or None if the processor has no measured steps.
 
     Args: the same as `estimate_step_time`.
@@ -96,7 +96,7 @@ def estimate_measured_band(
     base = estimate_step_time(without, sizes, vocab_size, cluster, backend=backend).total
     extra = max(0.0, planned - base)
     low, high = base + overhead.low * extra, base + overhead.high * extra
-    return StepTimeBand(low, high, planned / base, low / base, high / base, processors[0], overhead.source)
+    return StepTimeRange(low, high, planned / base, low / base, high / base, processors[0], overhead.source)
 
 
 SECONDS_PER_DAY = 86400
@@ -110,7 +110,7 @@ class BackendEstimate:
 
     memory: MemoryEstimate
     step_time: StepTime
-    measured: StepTimeBand | None
+    measured: StepTimeRange | None
     """Range of step times by measured overheads of the score processor."""
 
 
@@ -189,7 +189,7 @@ class Plan:
     def estimate_backends(self) -> dict[str, BackendEstimate]:
         """Estimate memory and time of the detailed layout for each attention backend that supports the method.
 
-        `auto` stands for its choice without a self-check on the GPU.
+        The column `auto` shows its choice without a self-check on the GPU.
         """
         layout = self.detailed_layout
         if layout is None:
@@ -200,14 +200,14 @@ class Plan:
                     layout.config, layout.sizes, self.vocab_size, backend=name, gpu_bytes=self.cluster.gpu_bytes
                 ),
                 estimate_step_time(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
-                estimate_measured_band(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
+                estimate_measured_range(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
             )
             for name in list_common_backends(layout.config)
         }
 
-    def estimate_measured(self, layout: ParallelLayout) -> StepTimeBand | None:
+    def estimate_measured(self, layout: ParallelLayout) -> StepTimeRange | None:
         """Return the range of a layout's step times by measured overheads of its score processor."""
-        return estimate_measured_band(layout.config, layout.sizes, self.vocab_size, self.cluster)
+        return estimate_measured_range(layout.config, layout.sizes, self.vocab_size, self.cluster)
 
     def fits_gpu(self, layout: ParallelLayout) -> bool:
         """Return True if a layout leaves a tenth of the GPU's memory free."""
@@ -257,7 +257,9 @@ class Plan:
             "fits": self.fits_gpu(layout),
             "memory": layout.memory.to_dict(),
             "seconds": asdict(layout.step_time) | {"total": layout.step_time.total},
-            "seconds_as_measured": None if (band := self.estimate_measured(layout)) is None else asdict(band),
+            "seconds_as_measured": None
+            if (step_range := self.estimate_measured(layout)) is None
+            else asdict(step_range),
             "days": self.estimate_days(layout),
         }
 
@@ -278,10 +280,10 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
         return _plan_stages(config, vocab_size, cluster)
     checked_backend = read_checked_backend(config)
     requested = config
-    if checked_backend in ATTENTION_MEMORY:  # row blocks have no name of their own: `auto` means them here
+    if checked_backend in ATTENTION_MEMORY:  # row blocks have no backend name; the planner's `auto` uses them
         config = config.replace(attention_backend=checked_backend)
     for own, _ in count_layer_types(config):
-        plan_encoding(own.position)  # an unknown cost fails the whole plan, not one layout
+        plan_encoding(own.position)  # an unknown cost is an error of the whole plan, not of one layout
     fit_config_to_cluster(cluster, config)
     configured_layout, config_error = None, None
     try:

@@ -7,7 +7,7 @@ from megatron.config.execution import find_graph_obstacle
 from megatron.options.training import ACCUMULATION_KEY, MICRO_BATCH_KEY
 from megatron.planning.memory_estimate import RESERVED_FRACTION
 from megatron.planning.parallel_layouts import ParallelLayout
-from megatron.planning.plan import Plan, StepTimeBand
+from megatron.planning.plan import Plan, StepTimeRange
 from megatron.utils.formatting import format_count, format_flops
 
 GIB = 2**30
@@ -34,28 +34,27 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
         console.print(f"plan of {plan.largest_stage}\n", markup=False, highlight=False)
     _print_summary(plan, console)
     if plan.config_error is not None:
-        console.print(f"\nas configured: invalid: {plan.config_error}", markup=False)
+        console.print(f"\nconfigured layout: invalid: {plan.config_error}", markup=False)
     if (layout := plan.detailed_layout) is not None:
         layout_name = (
-            "as configured"
+            "configured layout"
             if plan.configured_layout
-            else "the best layout"
+            else "fastest layout"
             if plan.fitting_layouts
-            else "the layout with the lowest memory"
+            else "layout with the lowest memory"
         )
         console.print(f"\n[bold]memory of one GPU, GiB[/] ({layout_name}: {_describe_layout(layout)})")
         console.print(_build_memory_table(plan))
         fits = "fits" if plan.fits_gpu(layout) else "does not fit"
         console.print(
             f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB; {RESERVED_FRACTION:.0%} is reserved for CUDA, "
-            f"NCCL and the allocator; peak: {layout.memory.peak.name} (bracketed items are partly or fully freed "
-            "by then)"
+            f"NCCL and the allocator; peak: {layout.memory.peak.name} (values in parentheses are from other phases)"
         )
-        if (band := plan.estimate_measured(layout)) is not None:
-            console.print(describe_band(band), markup=False)
+        if (times := plan.estimate_measured(layout)) is not None:
+            console.print(describe_step_time_range(times), markup=False)
         if plan.config.model.attention_backend == "auto":
             console.print(f"auto: {describe_auto(plan)}", markup=False)
-        console.print(f"to check it without a GPU: {plan.rehearse_command}", markup=False, soft_wrap=True)
+        console.print(f"to rehearse this layout without a GPU: {plan.rehearse_command}", markup=False, soft_wrap=True)
     if not plan.fitting_layouts:
         reason = "fits: use more GPUs, or GPUs with more memory"
         if plan.detailed_layout is None:
@@ -63,30 +62,30 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
         console.print(f"\nno layout {reason}")
         return
     console.print(
-        f"\n[bold]layouts that fit[/], best first ({min(max_layouts, len(plan.fitting_layouts))} of "
+        f"\n[bold]layouts that fit[/], fastest first ({min(max_layouts, len(plan.fitting_layouts))} of "
         f"{len(plan.fitting_layouts)})"
     )
     console.print(_build_layout_table(plan, max_layouts))
     console.print(
-        "tp, cp, dp, pp: tensor, context, data and pipeline ranks; micro: sequences × micro-batches; comp, wait, "
-        "comm: compute, pipeline bubble, communication; MFU: of the whole step; days: for all steps"
+        "tp, cp, dp, pp: tensor, context, data and pipeline ranks; micro: micro-batch size × micro-batches; comp, "
+        "wait, comm: compute, pipeline bubble, communication; MFU: of the whole step; days: for all steps"
     )
     best = plan.fitting_layouts[0]
     changed_keys = " ".join(f"{name}={_format_value(value)}" for name, value in best.config_keys.items())
     console.print(f"keys of the first layout: {changed_keys}", soft_wrap=True, highlight=False)
 
 
-def describe_band(band: StepTimeBand) -> str:
-    """Describe the measured cost of a score processor."""
+def describe_step_time_range(times: StepTimeRange) -> str:
+    """Describe the step time with a score processor, estimated from FLOPs and from measurements."""
     return (
-        f"{band.processor}: a step takes {band.planned_ratio:.2f} times as long as without it by FLOPs, and "
-        f"{band.low_ratio:.2f} to {band.high_ratio:.2f} times by measurements ({band.source}); ms/step and days of "
-        "the layouts below count FLOPs only"
+        f"{times.processor}: estimated from FLOPs, a step takes {times.planned_ratio:.2f} times as long as without it; "
+        f"from measurements, {times.low_ratio:.2f} to {times.high_ratio:.2f} times ({times.source}); ms/step and days "
+        "below are estimated from FLOPs"
     )
 
 
 def describe_auto(plan: Plan) -> str:
-    """Describe the choice of `attention_backend: auto`, as far as it is known without the GPU."""
+    """Describe the choice of `attention_backend: auto`: the recorded one, or the default before a self-check."""
     if plan.checked_backend is not None:
         return f"uses {plan.checked_backend}, which the self-check on the run's GPU chose"
     pytorch = "PyTorch's fused attention" if plan.supports_sdpa else "row blocks in PyTorch"
@@ -104,8 +103,7 @@ def _print_summary(plan: Plan, console: Console) -> None:
     network_text = f" on {num_nodes} nodes with {cluster.network_gb_per_s:g} GB/s each" if num_nodes > 1 else ""
     console.print(
         f"{format_count(plan.num_parameters)} parameters in {training.compute_dtype}; {training.train_iters:,} steps "
-        f"of "
-        f"{global_batch_size:,} × {model.seq_length:,} tokens: {format_count(num_tokens)} tokens, "
+        f"of {global_batch_size:,} × {model.seq_length:,} tokens: {format_count(num_tokens)} tokens, "
         f"{format_flops(num_tokens * plan.flops_per_token)}\n"
         f"{cluster.num_gpus} GPUs of {cluster.gpu.gib:.1f} GiB and {peak_tflops:g} TFLOP/s{network_text}; assumed "
         f"compute efficiency {cluster.mfu:.0%} (--mfu)",
@@ -127,7 +125,7 @@ def _describe_layout(layout: ParallelLayout) -> str:
 
 def _build_memory_table(plan: Plan) -> Table:
     processors = [name for name in plan.config.position.processors if name != "none"]
-    map_label = "  of which score matrices" + (f" and tensors of {', '.join(processors)}" if processors else "")
+    map_label = "  score matrices" + (f", {', '.join(processors)} features" if processors else "")
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("component")
     columns = plan.estimate_backends()
@@ -153,17 +151,17 @@ def _build_memory_table(plan: Plan) -> Table:
     add_row("activations", "activations")
     add_plain_row(map_label, "saved_maps")
     add_row("logits", "logits")
-    add_row("layer backward workspace", "working")
+    add_row("backward workspace", "workspace")
     add_plain_row(map_label, "workspace_maps")
     add_row("optimizer step", "step")
     add_plain_row("[bold]peak[/]", "total")
     if plan.config.training.cuda_graph != "off" and find_graph_obstacle(plan.config) is None:
         add_plain_row("  with CUDA graphs, at most", "total_with_graphs")
     table.add_row("ms per step", *(f"{1e3 * estimate.step_time.total:,.0f}" for estimate in columns.values()))
-    bands = [estimate.measured for estimate in columns.values()]
-    if any(bands):
-        cells = ("" if band is None else f"{1e3 * band.low:,.0f}–{1e3 * band.high:,.0f}" for band in bands)
-        table.add_row(f"  measured with {', '.join(processors)}", *cells)
+    ranges = [estimate.measured for estimate in columns.values()]
+    if any(ranges):
+        cells = ("" if times is None else f"{1e3 * times.low:,.0f}–{1e3 * times.high:,.0f}" for times in ranges)
+        table.add_row(f"  from measurements of {', '.join(processors)}", *cells)
     return table
 
 

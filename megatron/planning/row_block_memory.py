@@ -1,4 +1,4 @@
-"""Memory of attention in plain PyTorch: the full score matrix, or row blocks, kept or recomputed."""
+"""Memory of attention in plain PyTorch: the full score matrix, or row blocks, saved or recomputed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class AttentionMemory:
     workspace_bytes: int = 0
     """Peak of the backward pass, without the saved score matrices."""
     workspace_map_bytes: int = 0
-    """Score matrices and their gradients at the peak, including saved ones."""
+    """Part of `workspace_bytes`: score matrices and their gradients at the peak, without the saved ones."""
     shared_bytes: int = 0
     """Tensors saved for the backward pass that all layers share."""
     copies_query: bool = False
@@ -181,16 +181,17 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
     recomputed = sum(block.total_scores for block in blocks if not block.is_saved)
     # Every block but the first in the backward pass adds to existing gradients of keys and values.
     added_to = shape.key_bytes + shape.key_bytes * shape.head_dim // shape.rotated_dim
-    workspace = []
+    workspace, workspace_maps = [], []
     for index, block in enumerate(blocks):
         per_score = work_bytes - (map_bytes if block.is_saved else 0)
+        workspace_maps.append(block.num_scores * per_score)
         workspace.append(block.num_scores * per_score + (added_to if index < len(blocks) - 1 else 0))
         workspace.append(block.num_scores_before * per_score + (added_to if block.count > 1 else 0))
     return AttentionMemory(
         saved_bytes=_count_table_bytes(shape, blocks, is_eager=is_eager),
         saved_map_bytes=sum(block.total_scores * map_bytes for block in blocks if block.is_saved),
         workspace_bytes=max(workspace),
-        workspace_map_bytes=max(block.num_scores * work_bytes for block in blocks),
+        workspace_map_bytes=max(workspace_maps),
         copies_query=all(block.is_saved for block in blocks),
         recomputed_fraction=recomputed / sum(block.total_scores for block in blocks),
     )

@@ -157,10 +157,10 @@ class MuonWork:
     flops: float = 0.0
     """FLOPs of Newton-Schulz. Each iteration on m × n, with r = min(m, n) and R = max(m, n), multiplies X·Xᵀ, squares
     it and multiplies both with X: 4·r²·R + 2·r³."""
-    stepped: int = 0
-    """Elements of the matrices that a rank updates elements of, over all tensor ranks."""
-    cut: int = 0
-    """Elements of a tensor rank in matrices that several ranks update."""
+    num_orthogonalized: int = 0
+    """Elements of the matrices that a rank orthogonalizes, over all tensor ranks."""
+    num_shared: int = 0
+    """Elements of a tensor rank in matrices that several ranks orthogonalize."""
 
 
 MAX_COUNTED_LAYERS = 1024
@@ -174,10 +174,9 @@ def count_muon_work(
     """Return Muon's work on the matrices of a pipeline stage.
 
     ZeRO concatenates the matrices and gives each rank the same number of elements. A rank orthogonalizes every matrix
-    of
-    which it has elements, so a matrix that several ranks share is computed several times. Without ZeRO each rank
-    computes
-    all. Tensor rank i modulo their number computes the i-th matrix of the weights that are processed together.
+    that contains any of its elements, so several ranks may orthogonalize the same matrix. Without ZeRO each rank
+    orthogonalizes all matrices. Among the weights that are processed together, tensor rank i modulo their number
+    orthogonalizes the i-th matrix.
 
     Args:
         weights: weights of a layer (`list_layer_weights`).
@@ -190,7 +189,9 @@ def count_muon_work(
     numels = [sum(rows * columns for rows, columns in shapes) // tensor for shapes in weights]
     size = 2 * -(-counted * sum(numels) // (2 * num_shards))  # DeepSpeed's shards have an even size
     flops: dict[int, list[float]] = defaultdict(lambda: [0.0] * tensor)
-    indices: dict[int, int] = defaultdict(int)  # index of the rank's next matrix among those processed together
+    indices: dict[int, int] = defaultdict(
+        int
+    )  # index of the rank's next matrix among those that are processed together
     stepped: dict[int, int] = defaultdict(int)
     position, together, cut = 0, 0, 0
     for _ in range(counted):
@@ -299,11 +300,13 @@ class _StageEstimator:
         num_ranks, seconds = sizes.data * sizes.context, 0.0
         # Matrices are exchanged before normalization, in float32 if the compute type's range is too small.
         exchanged = 2 if self.config.training.compute_dtype == "bf16" else 4
-        if work.cut:
-            sent_bytes = 2 * work.cut * exchanged * (num_ranks - 1) / num_ranks
+        if work.num_shared:
+            sent_bytes = 2 * work.num_shared * exchanged * (num_ranks - 1) / num_ranks
             seconds += sent_bytes / cluster.compute_ring_bandwidth(sizes.tensor, num_ranks)
         if sizes.tensor > 1:
-            sent_bytes = work.stepped * (exchanged + 2 * self.bytes_per_element) * (sizes.tensor - 1) / sizes.tensor
+            sent_bytes = (
+                work.num_orthogonalized * (exchanged + 2 * self.bytes_per_element) * (sizes.tensor - 1) / sizes.tensor
+            )
             seconds += sent_bytes / cluster.compute_ring_bandwidth(1, sizes.tensor)
         return seconds
 

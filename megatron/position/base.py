@@ -1,4 +1,4 @@
-"""Common base of encodings, processors and temperatures: self-description, and options read from the constructor."""
+"""Common base class of encodings, processors and temperatures, with their descriptions and constructor options."""
 
 import inspect
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -19,11 +19,9 @@ INITIALIZATION_SUFFIXES = ("_start", "_below", "_init")
 
 
 class FireParameters(NamedTuple):
-    """Bias f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)), L = multiplier · half_length.
+    """Bias f(log(1 + c·n) / (log(1 + c·max(L, i)) + 1e-6)) with L = multiplier · half_length.
 
-    f is a network 1 → W → H with ReLU.
-
-    All tensors are float32.
+    f is a network 1 → W → H with ReLU. All tensors are float32.
     """
 
     c: Tensor
@@ -121,9 +119,9 @@ class PositionModule(nn.Module):
         return []
 
     def list_decayed(self) -> list[nn.Parameter]:
-        """Return the weights of an encoding or temperature that weight decay applies to: projections.
+        """Return the weights of an encoding or temperature to which weight decay applies: projections.
 
-        In a processor, as in a layer, weight decay applies to matrices.
+        In processors, as in layers, weight decay applies to matrices.
         """
         return []
 

@@ -6,14 +6,14 @@ its bound for good. Here bounds are enforced in three ways:
 
 * `forward` returns the clamped value, so every use obeys the bound. The gradient ignores the clamping.
 * The optimizer reads `low` and `high`. It drops the gradient of a master at its bound if the step would move it further
-  out. If the step would move it back, it applies the gradient, so the parameter can leave its bound.
+  out. Otherwise the gradient applies, so the parameter can leave its bound.
 * The optimizer projects the float32 masters onto the bounds after each step.
 
 Only the whole gradient determines the direction of a step. Each use of a parameter (in a layer, a row block, a
 rank) contributes a part of it. Judging the parts separately would make the result depend on how the work is divided.
 
-`forward` matters for one more reason: ZeRO-3 gathers the parameters of a module around its forward call. So parameters
-are only read by calling the module that owns them.
+ZeRO 3 gathers the parameters of a module around its forward call. Parameters are therefore only read by calling the
+module that owns them.
 """
 
 import math
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.position.facts import OptionError
-from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32
+from megatron.position.numerics import is_sharded_by_zero3, promote_to_float32
 
 
 class _Clamp(torch.autograd.Function):
@@ -40,7 +40,7 @@ class _Clamp(torch.autograd.Function):
 
 
 class BoundedParameter(nn.Module):
-    """A learned tensor kept within [low, high]. Calling it returns the clamped float32 value.
+    """Learned tensor with bounds [low, high]. Calling it returns the clamped float32 value.
 
     Args:
         shape: shape of the tensor, usually (H,).
@@ -86,9 +86,7 @@ class JoinedParameter:
 
     def __call__(self) -> Tensor:
         first = self.parameters[0]
-        if is_divided_by_zero_3(first.value) or any(
-            (p.low, p.high) != (first.low, first.high) for p in self.parameters
-        ):
+        if is_sharded_by_zero3(first.value) or any((p.low, p.high) != (first.low, first.high) for p in self.parameters):
             return torch.cat([parameter() for parameter in self.parameters])
         value = promote_to_float32(torch.cat([parameter.value for parameter in self.parameters]))
         return value if math.isinf(first.low) and math.isinf(first.high) else _Clamp.apply(value, first.low, first.high)

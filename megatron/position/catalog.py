@@ -1,6 +1,4 @@
-"""Catalog of all encodings, processors and temperatures.
-
-The declarations in their files are read without importing torch.
+"""Catalog of all encodings, processors and temperatures, whose files are read without importing torch.
 
 A method is a file in `encodings/`, `processors/` or `temperatures/`, and its name is the name of the file. Its options
 are the keyword arguments of the constructor, and its hooks are methods of the class. Both are read from the syntax
@@ -98,13 +96,13 @@ class MethodFacts:
 
     @property
     def only_adds_embeddings(self) -> bool:
-        """True if the method only adds to the token embeddings. Only the first pipeline stage holds it then."""
+        """True if the method only adds to the token embeddings. It is then part of the first pipeline stage only."""
         return self.hooks == {"embed"}
 
     def has_parameters(self, options: Mapping[str, Any], **dims: int) -> bool:
         """Return True if an encoding or temperature with these options has trained parameters.
 
-        Also return True if its file does not say.
+        Also return True if its file declares no cost.
 
         Args:
             options: options of the method.
@@ -249,11 +247,9 @@ def _build_path(folder: Path, name: str) -> Path:
 
 
 def compute_method_digests(names_by_kind: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Compute digests of the code of the user's own methods, by file (encodings/fox.py).
+    """Compute digests of the code of user-defined methods, by file (encodings/fox.py).
 
-    Excludes the project's methods.
-
-    Changes of comments, docstrings, layout and descriptions do not change a digest.
+    The project's methods are excluded. Comments, docstrings, layout and descriptions do not affect a digest.
 
     Args:
         names_by_kind: names of methods under encodings, processors and temperatures.
@@ -269,10 +265,7 @@ def compute_method_digests(names_by_kind: Mapping[str, Iterable[str]]) -> dict[s
 
 
 def _list_code(node: Any) -> Any:
-    """Return a syntax tree as nested tuples, without docstrings and descriptions.
-
-    All Python versions give the same result.
-    """
+    """Return a syntax tree as nested tuples, without docstrings and descriptions, equal in all Python versions."""
     if isinstance(node, list):
         return tuple(map(_list_code, node))
     if not isinstance(node, ast.AST):

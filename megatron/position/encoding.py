@@ -9,7 +9,7 @@ An encoding implements any of six hooks. The attention module calls them and nev
 | `table`      | layer           | bias and weight as functions of n = i − j alone: a Toeplitz method            |
 | `dense`      | row block   | bias and weight for every (i, j), if they are not functions of n alone        |
 | `contextual` | row block   | terms that depend on queries and keys, added to the scores                    |
-| `gate`       | layer           | how much each head forgets at each token, from the layer's input (fox)        |
+| `gate`       | layer           | forget gate of each head and token, computed from the layer's input (fox)     |
 
 Positions are exact: integer spans, and float32 distances in every compute type. bfloat16 represents integers exactly
 only up to 256, float16 up to 2048. Tables and all values computed from parameters are float32.
@@ -39,7 +39,7 @@ class ScoreTerms(NamedTuple):
 
 
 class Encoding(PositionModule):
-    """Base of all position encodings. A subclass overrides the hooks it needs and describes itself.
+    """Base class of all position encodings. A subclass overrides the hooks it needs and describes itself.
 
     An encoding whose parameters are shared by all layers is built once and passed to each layer.
     """
@@ -153,24 +153,24 @@ class Encoding(PositionModule):
         Args:
             x: queries or keys.
             tokens: their tokens.
-            heads: heads of the encoding that the H heads of x are, if it does not rotate all heads alike.
+            heads: indices of the H heads of x among the encoding's heads, if they are not all rotated alike.
         """
         return x
 
     def rotate_keys(self, x: Tensor, tokens: TokenRange, heads: slice = ALL_HEADS) -> Tensor:
         """Rotate keys [B, g, T, d] if `rotates_alike` is False.
 
-        `heads` are then the first heads that share each key.
+        `heads` are then the first of the heads that share each key.
         """
         return self.rotate(x, tokens) if self.rotates_alike else self.rotate(x, tokens, heads)
 
     def get_cos_sin(self, like: Tensor, tokens: TokenRange) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin [T, r] of `rotate`, or None.
 
-        They exist if x·cos + swap(x)·sin is all that it does to queries and keys, where swap exchanges the halves of
-        the first r dimensions.
+        They exist if `rotate` computes x·cos + swap(x)·sin for queries and keys, where swap exchanges the halves of the
+        first r dimensions.
 
-        like: has the queries' type and device.
+        like: tensor with the type and device of the queries.
         """
         return None
 
@@ -202,11 +202,9 @@ class Encoding(PositionModule):
     def gate(self, x: Tensor, heads: slice) -> Tensor | None:
         """Return the bias contribution of each token, float32 [B, h, T].
 
-        It applies between earlier keys and the rows from the token on.
-
-        The bias of row i and key j is the sum over tokens j + 1 … i, so it is 0 for the row's own key. If the
-        contributions are logarithms of gates in 0 … 1, the bias is the logarithm of the share of the key that is left.
-        The result does not depend on where the sums begin.
+        It applies to all rows from the token on and all earlier keys: the bias of row i and key j is the sum over
+        tokens j + 1 … i, which is 0 for the row's own key. If contributions are logarithms of gates in [0, 1], the bias
+        is the logarithm of the remaining fraction of the key. The result does not depend on where the sums begin.
 
         Args:
             x: input of the layer's query, key and value projections, [B, T, D] in the compute type.
@@ -229,7 +227,7 @@ class Encoding(PositionModule):
 def join_heads(encodings: Sequence[Encoding]) -> Encoding:
     """Return an encoding whose heads are those of several encodings of one class, concatenated.
 
-    It shares their parameters and may only be used for its table, which takes a few operations instead of a few per
+    It shares their parameters and may only be used to compute its table, in a few operations instead of a few per
     encoding.
 
     Args:

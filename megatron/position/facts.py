@@ -52,7 +52,7 @@ class OptionError(ValueError):
 
     Args:
         option: name of the option.
-        problem: a clause that follows the name: "is 0; it must be at least 1".
+        problem: clause that follows the name, for example "is 0; it must be at least 1".
     """
 
     def __init__(self, option: str, problem: str) -> None:
@@ -68,17 +68,17 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True)
 class EncodingCost:
-    """Parameters of an encoding, and memory that autograd keeps beyond what its hooks imply."""
+    """Parameters of an encoding, and memory that autograd saves in addition to what its hooks imply."""
 
     num_parameters: Callable[[AttentionDims, MethodOptions], int] = lambda dims, options: 0
     num_saved_tables: int = 0
     """Number of float32 tables [H, N] over distances kept for the backward pass, per layer."""
     num_saved_maps: int = 0
-    """Number of maps [R, C] in the compute type kept per sequence and head."""
+    """Number of score matrices [R, C] in the compute type saved per sequence and head."""
     saved_bytes_per_head_score: int = 0
-    """Bytes kept per score of each sequence and head."""
+    """Bytes saved per score of each sequence and head."""
     saved_bytes_per_score: Callable[[MethodOptions], int] = lambda options: 0
-    """Bytes kept per score, once for all sequences and heads."""
+    """Bytes saved per score, shared by all sequences and heads."""
     num_products: Callable[[MethodOptions, float], float] = lambda options, num_keys: 0.0
     """Products of d-element vectors per token and head in the forward pass, for a token that sees `num_keys` keys.
 
@@ -86,7 +86,7 @@ class EncodingCost:
     counted.
     """
     num_input_products: Callable[[AttentionDims, MethodOptions], int] = lambda dims, options: 0
-    """Scalar products per token in the forward pass, of a gate with the layer's input."""
+    """Scalar products of gates with the layer's input, per token in the forward pass."""
     qk_width: int = 1
     """Elements of a rotated query or key per dimension of the head."""
     num_rotations: Callable[[MethodOptions], int] = lambda options: 1
@@ -94,7 +94,7 @@ class EncodingCost:
     num_rotation_tables: Callable[[MethodOptions], int] = lambda options: 0
     """Number of float32 rotation tables [H, T, d] kept for the backward pass, per layer, shared by all sequences."""
     keeps_unrotated: bool = False
-    """True if the rotation keeps its input queries and keys for the backward pass."""
+    """True if the rotation saves its input queries and keys for the backward pass."""
 
     def count_qk_numbers(self, options: MethodOptions) -> int:
         """Return the elements of a rotated query or key per dimension of the head, all rotations together."""
@@ -124,8 +124,8 @@ class ProcessorCost:
     preceding_rows: Callable[[MethodOptions], int] = lambda options: 0
     """Rows above a row that the row reads (`Processor.preceding_rows`)."""
     num_head_maps: Callable[[MethodOptions], int] = lambda options: 0
-    """Number of float32 maps [R, C] kept per sequence and head, besides the weights."""
+    """Number of float32 matrices [R, C] saved per sequence and head, in addition to the weights."""
     num_sequence_maps: Callable[[MethodOptions], int] = lambda options: 0
-    """Number of float32 maps [R, C] kept per sequence, for all heads together."""
+    """Number of float32 matrices [R, C] saved per sequence, shared by all heads."""
     changes_weights: Callable[[MethodOptions], bool] = lambda options: False
     """True if the processor changes the weights after the softmax (`Processor.process_weights`)."""

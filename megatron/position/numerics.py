@@ -3,7 +3,7 @@
 A table over distances n = i − j is expanded into a matrix over rows and columns.
 
 A CUDA graph stores the address of every tensor that existed before its capture. A cache may evict such a tensor, after
-which the graph would read memory that belongs to others. Caches therefore pass what they return to
+which the graph would read memory that has been reused. Caches therefore pass the tensors that they return to
 `retain_for_capture`.
 """
 
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from megatron.position.token_range import TokenRange
 
 
-def is_divided_by_zero_3(parameter: Tensor) -> bool:
+def is_sharded_by_zero3(parameter: Tensor) -> bool:
     """Return True if DeepSpeed's ZeRO-3 shards a parameter and gathers it only around calls of its module."""
     return hasattr(parameter, "ds_id")
 
 
-def has_parameters_divided_by_zero_3(module: nn.Module) -> bool:
+def has_parameters_sharded_by_zero3(module: nn.Module) -> bool:
     """Return True if ZeRO-3 shards any parameter of a module.
 
     Parameters are not read as attributes, because in a forward pass DeepSpeed would gather them from all ranks, and not
     all ranks may call this.
     """
-    return any(is_divided_by_zero_3(parameter) for parameter in module.parameters())
+    return any(is_sharded_by_zero3(parameter) for parameter in module.parameters())
 
 
 def promote_to_float32(x: Tensor) -> Tensor:
@@ -119,8 +119,9 @@ def _sum_diagonals(x: Tensor) -> Tensor:
     heads, rows, columns = x.shape
     if 0 < columns < rows:  # shear along the shorter side: the sheared tensor has min(R, C) · (R + C) entries
         return _sum_diagonals(x.mT).flip(-1)
-    # Read rows of `width` entries as rows of width + 1: row r moves left by r, and entries that fall off join the zeros
-    # at the end of the previous row. Equal j − i end up in one column (those below 0 count from the end).
+    # Read rows of `width` entries as rows of width + 1: row r moves left by r, and its first r entries move to the
+    # zeros at the end of the previous row. Entries with equal j − i are then in one column (negative ones count from
+    # the end).
     width = rows + columns
     sheared = x.new_zeros(heads, rows * (width + 1))
     sheared[:, : rows * width].view(heads, rows, width)[..., :columns] = x
@@ -178,7 +179,7 @@ class _Toeplitz(torch.autograd.Function):
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     """Return cap·tanh(x/cap) (Gemma 2, arXiv:2408.00118), or x if there is no cap.
 
-    The result is close to x if x is small and never exceeds the cap.
+    The result is close to x for small x, and its magnitude never exceeds the cap.
     """
     return x if cap is None else torch.tanh(x / cap) * cap
 
@@ -210,7 +211,7 @@ _captures: list[list[Tensor]] = []
 
 @contextmanager
 def collect_captured_tensors() -> Iterator[list[Tensor]]:
-    """Collect the cached tensors that are used inside. The owner of a graph must keep the list as long as the graph."""
+    """Collect the cached tensors that are used inside the context. The owner of a captured graph must keep the list."""
     tensors: list[Tensor] = []
     _captures.append(tensors)
     try:

@@ -1,11 +1,8 @@
-"""Interface of a score processor.
+"""Interface of score processors, which map the scores and biases of all heads to logits, and may change the weights.
 
-It maps all heads' scores and biases to logits, and softmax weights to weights.
-
-A processor declares what a row depends on besides itself, so that code that splits rows (into blocks, ranks or decoding
-steps) can provide it. This is neighboring columns (`left_context`), some rows above (`preceding_rows`), or a sum over
-all
-rows above for each key (`row_terms`).
+A processor declares the inputs of a row besides its own scores, so that code that splits rows (into blocks, ranks or
+decoding steps) can provide them: neighboring columns (`left_context`), some rows above (`preceding_rows`), or a sum
+over all rows above for each key (`row_terms`).
 """
 
 from typing import NamedTuple
@@ -19,10 +16,7 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 
 
 class BiasContribution(NamedTuple):
-    """Contribution of a Toeplitz bias to the first layer of a processor with W channels.
-
-    It covers key columns from index 0.
-    """
+    """Contribution of a Toeplitz bias to the first layer of a processor with W channels, from key column 0 on."""
 
     table: Tensor
     """float32 [W, p + N] at distances n = −p … N − 1; p is the `left_context` of the processor."""
@@ -30,10 +24,7 @@ class BiasContribution(NamedTuple):
     """float32 [W, N, p]: the first columns of rows 0 … N − 1, which depend on the left edge and not only on n."""
 
     def select_rows(self, query: TokenRange, num_columns: int) -> Tensor:
-        """Return [W, R, num_columns + p], W innermost.
-
-        It is for query rows, keys 0 … num_columns − 1 and p columns after them.
-        """
+        """Return the contribution to query rows and keys 0 … num_columns + p − 1, [W, R, keys], W innermost."""
         left_context = self.edge.shape[-1]
         # Entry n of the table has index n + p, so the rows are shifted by p.
         shifted = TokenRange(query.start + left_context, query.length)
@@ -42,11 +33,10 @@ class BiasContribution(NamedTuple):
 
 
 class Processor(PositionModule):
-    """Base of all score processors.
+    """Base class of all score processors.
 
     A row depends on its own scores, on those of `preceding_rows` rows above it, and on the sum of `row_terms` over all
-    rows
-    above. It never depends on later rows or columns. So any row block gives the same result as the full map.
+    rows above. It never depends on later rows or columns, so row blocks give the same result as the full score matrix.
 
     B batch, H heads, h requested heads, R rows, C key columns, d head dimension.
     """
@@ -54,14 +44,14 @@ class Processor(PositionModule):
     left_context: int = 0
     """Number of key columns left of a row's first visible one that its logits depend on.
 
-    If a window hides the preceding columns, a backend may omit all but the nearest of this number.
+    If a window hides the preceding columns, a backend may omit all but this number of the nearest columns.
     """
 
     preceding_rows: int = 0
     """Number of query rows above a row whose scores its attention weights depend on.
 
-    They are passed with the rows of a block, and their results are dropped. If fewer are passed, the row is one of the
-    first of its sequence.
+    These rows are passed together with a block, and their results are dropped. Fewer are passed only at the start of a
+    sequence.
     """
 
     summed_heads: slice = ALL_HEADS

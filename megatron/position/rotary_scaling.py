@@ -1,4 +1,4 @@
-"""Scaling of rotary positions: changed frequencies, or changed positions of far keys.
+"""Scaling of rotary positions, by other frequencies or by other positions of far keys.
 
 The `scaling` option of rotary selects one. Published models stretch their frequencies to read sequences longer than in
 training, either during training or when a trained model is loaded (`config/position_overrides.py`). p_rope and hope are

@@ -23,7 +23,7 @@ class SeriesTail:
     converges: bool | None
     """True if the series converges; None if the encoding does not say."""
     reason: str
-    """Reason with the parameters of the head: a clause without a period."""
+    """Reason with the parameters of the head, as a clause without a period."""
     log_integral: Callable[[float], float] | None = None
     """ln ∫_x^∞ b(t) dt for x ≥ start; None for a series that is not known to converge."""
     start: float = 0.0

@@ -15,7 +15,7 @@ from megatron.position.base import PositionModule
 
 
 class Temperature(PositionModule):
-    """Base of all attention temperatures. Every layer has its own.
+    """Base class of all attention temperatures. Every layer has its own.
 
     Rows are independent: the factor of a row depends only on that row's position and number of keys.
     """

@@ -69,7 +69,7 @@ class TokenRange:
     """Tokens with the indices start, start + 1, …, start + length − 1 of a sequence.
 
     Query rows and key columns are given as ranges, never as index tensors, so that a full forward pass, a row block
-    and a decoding step use the same code. Python integers are exact and stay off the device.
+    and a decoding step use the same code. Python integers are exact and need no device memory.
 
     Indices determine which keys a row sees. Position encodings receive positions: the indices, or the positions sampled
     for them.
@@ -94,10 +94,7 @@ class TokenRange:
 
     @property
     def position_bound(self) -> int:
-        """Bound of the positions of all present and future tokens of the sequence.
-
-        It is the same in every decoding step.
-        """
+        """Bound of the positions of all present and future tokens of the sequence, the same in every decoding step."""
         if self.sampled is None:
             return self.known_length
         return max(self.sampled.limit, self.sequence_length or 0)
@@ -133,7 +130,7 @@ def build_causal_mask(
 ) -> Tensor:
     """Return the causal mask, bool [R, C]: True if the row sees the key.
 
-    A window limits it to the last `window` keys, own included.
+    With a window, a row sees only the last `window` keys, including its own.
     """
     distance = query.indices(device)[:, None] - key.indices(device)[None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)

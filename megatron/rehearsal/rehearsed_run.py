@@ -22,7 +22,7 @@ from megatron.config.execution import count_ranks_per_replica, get_known_world_s
 from megatron.config.schema import Config
 from megatron.config.stages import build_stages
 from megatron.config.validation import check_config
-from megatron.data.corpus_metadata import CORPUS_FILE, CorpusMetadata, SplitCounts, SplitName, split_basename
+from megatron.data.corpus_metadata import CORPUS_FILE, CorpusMetadata, SplitCounts, SplitName, get_split_basename
 from megatron.data.indexed_dataset import HEADER, MAGIC
 from megatron.data.load_tokenizer import find_vocab_size, read_vocabulary
 from megatron.data.tokenizers import HuggingFaceTokenizer
@@ -67,7 +67,7 @@ def write_synthetic_corpus(
     counts: dict[SplitName, SplitCounts] = {}
     prefixes: dict[str, Path] = {}
     for split in SPLITS:
-        prefix = folder / split_basename(split)
+        prefix = folder / get_split_basename(split)
         tokens = generator.integers(0, vocab_size, num_tokens, dtype=np.int32)
         if document_length is not None:
             tokens[document_length - 1 :: document_length] = tokenizer.eod

@@ -221,7 +221,7 @@ def _build_sharding(groups: ProcessGroups, model: GPT) -> Any:
     """Return the division of requests among the data-parallel ranks; none with ZeRO 3, whose ranks call together."""
     from megatron.evaluation.harness import RequestSharding
 
-    if groups.world_size == 1 or model.is_divided_by_zero_3:
+    if groups.world_size == 1 or model.is_sharded_by_zero3:
         return RequestSharding()
     return RequestSharding(groups.mesh.data.index, groups.mesh.data.size, groups.gather_objects)
 

@@ -5,12 +5,12 @@ A folder is written inside a working folder next to its target and then renamed:
     data/.python.k3x9_a7q.tmp/new    the folder being written
     data/.python.k3x9_a7q.tmp/old    the earlier folder, between two renames
 
-The writing process holds a lock on the working folder, which the system releases however the process ends. So the next
-process can tell which working folders are abandoned. It restores an `old` if its target is missing, and removes the
-rest. On file systems without locks such folders are kept, because nobody can tell whether their owner is alive.
+The writing process holds a lock on the working folder, which the system releases however the process ends. The next
+process can therefore detect abandoned working folders. It restores `old` if the target is missing, and removes the
+rest. On file systems without locks such folders are kept, because it is unknown whether their owner is alive.
 
-Long work can be resumed. Its working folder is named by a key, `data/.python.0f3a9c21.tmp`, which identifies the work,
-so that the same work finds what an earlier process left. Other work removes it like any other.
+Long work can be resumed. Its working folder is named by a key that identifies the work, `data/.python.0f3a9c21.tmp`, so
+that a later process finds the unfinished work. Processes with other work remove it like any other folder.
 
 A folder that another process created or changed in the meantime is never replaced. The new folder is then kept next to
 it, or discarded if both must have the same contents.
@@ -98,9 +98,9 @@ def atomic_directory(
         replaces: version of the folder that may be replaced; None if there was none.
         on_conflict: what to do if `target` is another folder by then. "refuse" keeps the new folder under another name
             and raises FolderConflictError; "discard" removes it, because the other folder has the same contents.
-        key: eight digits or lowercase letters that identify the work. The folder then contains what an earlier process
-            left of the same work, if it was killed or ended by an exception for which `should_keep_after` returns True;
-            so does the parent of the folder. If another process is doing the same work, this one starts from scratch.
+        key: eight digits or lowercase letters that identify the work. The folder and its parent then contain the
+            unfinished files of an earlier process with the same work that was killed, or ended by an exception for
+            which `should_keep_after` returns True. If another process is doing the same work, this one starts anew.
         should_keep_after: returns True for exceptions after which the work is kept.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -156,19 +156,19 @@ def _move_to_free_name(new: Path, target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def describe_write_errors(target: Path, contents: str = "what") -> Iterator[None]:
-    """Convert write errors of `atomic_directory` to RunError. The message says whether existing `contents` are kept."""
+def describe_write_errors(target: Path, existing: str = "folder") -> Iterator[None]:
+    """Convert write errors of `atomic_directory` to RunError, whose message says if the `existing` folder remains."""
     existed = target.exists()
     try:
         yield
     except OSError as error:
         cause = "the disk is full" if describe_cause(error) in DISK_FULL_ERRORS else describe_cause(error)
-        outcome = f"{contents} was there is kept" if existed else "nothing was kept"
+        outcome = f"the existing {existing} is unchanged" if existed else "nothing was saved"
         raise RunError(f"{target}: cannot be written: {cause}; {outcome}") from error
 
 
 def recover_stale_work(target: Path, key: str | None = None) -> None:
-    """Clean up what killed processes left of their work on `target`, except for the work `key`."""
+    """Clean up the working folders that killed processes left next to `target`, except for that of the work `key`."""
     name = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}\.tmp")
     work_folders: list[Path] = []
     with contextlib.suppress(OSError):  # a folder that cannot be listed contains nothing of ours
@@ -239,7 +239,7 @@ def _clean_work_folder(work: Path, target: Path, *, keep: bool) -> None:
 
 PREFIX = "farfield-"
 OWNER_FILE = ".owner"
-"""Lock file in the folder, locked by its creator. It contains the name of the machine."""
+"""Lock file in the folder, locked by its creator, with the name of the machine."""
 
 
 @contextmanager
@@ -254,7 +254,7 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
     """
     remove_stale_folders()
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
-    descriptor, maker = _take_folder(folder), os.getpid()
+    descriptor, maker = _lock_folder(folder), os.getpid()
 
     def remove() -> None:
         if os.getpid() == maker:  # a forked child runs the same code on exit
@@ -269,7 +269,7 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _take_folder(folder: Path) -> int | None:
+def _lock_folder(folder: Path) -> int | None:
     """Lock the file of a folder; returns None if the file system has no locks.
 
     The file gets its name after it is locked, so that no process finds it unlocked before.
@@ -288,7 +288,7 @@ def _take_folder(folder: Path) -> int | None:
 
 
 def remove_stale_folders() -> None:
-    """Remove this user's temporary folders whose creator on this machine has ended. Unclear cases are kept."""
+    """Remove this user's temporary folders whose creator on this machine has ended. Folders in doubt are kept."""
     with suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             with suppress(OSError):

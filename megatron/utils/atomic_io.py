@@ -42,7 +42,9 @@ def make_folder(key: str, folder: Path) -> list[Path]:
             if not path.exists():
                 path.mkdir(exist_ok=True)
                 created.insert(0, path)
-        tempfile.TemporaryFile(dir=folder).close()  # permissions do not tell: /proc denies nothing, but is not writable
+        tempfile.TemporaryFile(
+            dir=folder
+        ).close()  # permissions are not sufficient: /proc has write permission, but is not writable
     except OSError as error:
         remove_empty_folders(created)
         raise _build_write_error(key, folder, error) from error
@@ -170,7 +172,7 @@ def write_page_atomically(path: str | Path, content: str) -> Path:
 
 
 UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-"""Errors of flock on file systems without locks. NFS returns EBADF for a folder, which cannot be opened for writing."""
+"""Errors of flock on file systems without locks. NFS returns EBADF for folders, which cannot be opened for writing."""
 WRITE_LOCK_FILE = ".writing.lock"
 """Lock file of `folder_lock` on a file system without flock."""
 STALE_SECONDS = 120.0

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class FarfieldError(Exception):
-    """Error reported to the user as one clear line. `exit_code` is the exit code of the process."""
+    """Error that is reported to the user in one line. `exit_code` is the exit code of the process."""
 
     exit_code = 1
 
@@ -42,7 +42,7 @@ class HangError(RunError):
 
 @contextmanager
 def forbid_exits() -> Iterator[None]:
-    """Raise RunError if code that must not end the process calls sys.exit(): a method's file, or a library.
+    """Raise RunError if code that must not end the process calls sys.exit(), such as a method's file or a library.
 
     Exceptions of signals are subclasses of SystemExit, and are passed on.
     """
@@ -63,13 +63,13 @@ class FarfieldWarning(UserWarning):
 UNUSABLE_PATH_ERRNOS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
 )  # fmt: skip
-"""System errors that are caused by the path itself, whenever and by whomever it is opened."""
+"""System errors that are caused by the path itself, not by the state of the system."""
 
 
 def to_path_error(error: BaseException) -> UserError | None:
-    """Return the UserError of an unusable path, wherever it occurred; None for other errors.
+    """Return a UserError for an error caused by an unusable path, or None for other errors.
 
-    Such a path was specified by the user: no permission, a name that is too long, or a file instead of a folder.
+    The user specified such a path: without permission, with a name that is too long, or a file instead of a folder.
     """
     if not isinstance(error, OSError) or error.errno not in UNUSABLE_PATH_ERRNOS or error.filename is None:
         return None
@@ -78,10 +78,11 @@ def to_path_error(error: BaseException) -> UserError | None:
 
 
 def check_reachable(path: str | os.PathLike[str]) -> None:
-    """Raise the system's error if a path cannot be looked up, for example for want of permission.
+    """Raise the system's error if a path cannot be looked up, for example for lack of permission.
 
     Call it before reporting that a path does not exist: from Python 3.14 on, `Path.exists` and its siblings return
-    False for such paths instead of raising the error. It does nothing if the path exists or does not.
+    False for such paths instead of raising the error. It does nothing if the lookup succeeds, whether or not the path
+    exists.
     """
     try:
         os.stat(path)

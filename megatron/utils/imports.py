@@ -7,15 +7,15 @@ so inside `trim_imports`; the first one determines the result for the process. D
 functions of an optimizer that is not offered here, so `megatron/training/engine.py` imports it in the same way.
 
 At import, both warn about missing packages that are not needed here (Apex, Transformer Engine). These warnings would
-look like a broken installation and are suppressed. The same holds for messages of torch's `cpp_extension`, imported by
-both, if a CUDA build of torch finds no GPU: nothing here is built with its compiler.
+look like a broken installation and are suppressed. So are messages of torch's `cpp_extension`, which both import, about
+a missing GPU: nothing here is built with its compiler.
 
 megatron-core also imports wandb and tensorboard if they are installed, for an inference engine and timers that are not
 used here. wandb takes a second and creates two temporary folders, which remain if a process is killed; tensorboard has
 180 modules. `megatron/training/reporters.py` imports them if a run needs them.
 
 While thousands of modules are imported, Python repeatedly searches for garbage and finds none, which takes a fifth of
-the time. So garbage collection is paused inside `trim_imports`, and code that needs a model imports it inside
+the time. Garbage collection is therefore paused inside `trim_imports`, and around other imports of models by
 `pause_garbage_collection`.
 
 A Python that is started with `-m` or `-c` imports from the current folder first, so a user's file with the name of a
@@ -44,10 +44,10 @@ REQUIREMENTS_FILE = "requirements-eval.txt"
 """Requirements file in the project root, which pins optional packages."""
 
 SAFE_PATH_VARIABLE = {"PYTHONSAFEPATH": "1"}
-"""Environment variable of every Python that is started to run a module or code, which disables imports from the current
-folder.
+"""Environment variable that disables imports from the current folder, for every Python that is started with `-m` or
+`-c`.
 
-The project's own folder then comes from PYTHONPATH.
+The project's own folder is then found by PYTHONPATH.
 """
 
 

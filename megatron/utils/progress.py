@@ -44,7 +44,7 @@ PRIOR_WORK_FRACTION = 0.05
 
 @dataclass
 class WorkItem:
-    """A job: an amount of work, and its progress."""
+    """Job with an amount of work, and its progress."""
 
     name: str
     kind: str
@@ -136,11 +136,11 @@ class _MeasuredWork:
 def estimate_seconds_left(jobs: Sequence[WorkItem], at_once: int = 1) -> float | None:
     """Estimate the remaining time of all jobs, or None if no speed is known yet.
 
-    Takes time linear in the number of jobs.
+    The time is linear in the number of jobs.
 
     Args:
         at_once: number of jobs that run at the same time, each at the observed speed. The last ones are assumed to end
-            together, and no job waits for another.
+            together, without waiting for each other.
     """
     measured = {id(job): throughput for job in jobs if (throughput := job.throughput) is not None}
     everything, by_kind = _MeasuredWork(), defaultdict[str, _MeasuredWork](_MeasuredWork)
@@ -166,11 +166,9 @@ def estimate_seconds_left(jobs: Sequence[WorkItem], at_once: int = 1) -> float |
 
 
 def _blend_estimates(job: WorkItem, own: Throughput | None, kind_throughput: Throughput | None) -> Throughput | None:
-    """Blend a job's throughput with that of its kind.
+    """Blend a job's throughput with that of its kind, because a speed measured over a short interval is mostly noise.
 
     The result is as if `PRIOR_WORK_FRACTION` of its work had run at the kind's speed.
-
-    A speed measured over a short interval is mostly noise.
     """
     if own is None or kind_throughput is None or not job.observations:
         return own
@@ -322,7 +320,7 @@ class ProgressMeter:
         if all(job.is_finished for job in self.jobs):
             return "done"
         now = self._clock()
-        # Work that exceeds its estimate says nothing about its remaining time.
+        # If work exceeds its estimate, its remaining time is unknown.
         left = None if left is None else left - (now - self._updated_at)
         if left is not None and left > 0:
             # With several jobs, the time is for all of them, not for the one shown.
@@ -356,7 +354,7 @@ class WaitAnnouncer:
 
     Args:
         log: receives a line; called from a thread.
-        activity: what is in progress, such as `reading 100,000 tokens`.
+        activity: description of the work in progress, such as `reading 100,000 tokens`.
         first: seconds until the first line.
         every: seconds between further lines.
     """

@@ -7,8 +7,8 @@ Algorithms, 2002, section 2.2). A sum of n terms has an error of about √n · u
 A new approach to probabilistic rounding error analysis, SIAM J. Sci. Comput. 41, 2019, theorem 2.4 with λ = 1; the
 certain bound has n·u instead of √n·u). The propagation of these errors depends on the formula. So the formula itself is
 evaluated in float64 with every operation perturbed by random δ of that size, forward and backward (Monte Carlo
-arithmetic: Parker, UCLA CSD-970002, 1997). The perturbations come from a seeded generator in float64, so their size is
-the same on every machine, and correlations (the common denominator of a row) are included.
+arithmetic: Parker, UCLA CSD-970002, 1997). A seeded generator draws the perturbations in float64, so their size is the
+same on every machine. Correlations, such as the common denominator of a row, are included.
 
 A result must be within SAFETY_FACTOR times that size, in the norm of its errors and in the largest.
 """
@@ -245,7 +245,7 @@ def compute_error_sizes(error: Tensor) -> Tensor:
 
 
 def _iter_squared_sizes(
-    kinds: Mapping[str, torch.dtype],
+    result_dtypes: Mapping[str, torch.dtype],
     truth: Results,
     compute: Callable[[], Results],
     dtype: torch.dtype,
@@ -253,19 +253,19 @@ def _iter_squared_sizes(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the squared error sizes of each result for one perturbed evaluation after another.
 
-    They are computed by `compute_error_sizes`.
+    The sizes are those of `compute_error_sizes`.
     """
     for seed in range(NUM_DRAWS):
         with RoundingMode(dtype, seed, **model):
             drawn = compute()
         yield {
-            name: compute_error_sizes(drawn[name].detach().to(kinds[name]).double() - exact).square()
+            name: compute_error_sizes(drawn[name].detach().to(result_dtypes[name]).double() - exact).square()
             for name, exact in truth.items()
         }
 
 
 def estimate_rounding_sizes(
-    kinds: Mapping[str, torch.dtype],
+    result_dtypes: Mapping[str, torch.dtype],
     truth: Results,
     compute: Callable[[], Results],
     dtype: torch.dtype,
@@ -274,12 +274,12 @@ def estimate_rounding_sizes(
     """Estimate the sizes (`compute_error_sizes`) of rounding errors: root mean squares over perturbed evaluations.
 
     Args:
-        kinds: type of each result, to which it is rounded once more.
+        result_dtypes: data type of each result, to which it is rounded once more.
         truth: `compute()`, without gradients.
         compute: computes the results in float64.
         dtype, model: as in `RoundingMode`: stored, rounds_every_op.
     """
-    squares = list(_iter_squared_sizes(kinds, truth, compute, dtype, **model))
+    squares = list(_iter_squared_sizes(result_dtypes, truth, compute, dtype, **model))
     return {name: torch.stack([each[name] for each in squares]).mean(0).sqrt() for name in truth}
 
 
@@ -297,11 +297,11 @@ def compute_error_ratio(
 ) -> dict[str, float]:
     """Return the ratio of each result's error to the size of rounding errors.
 
-    It is the larger of norm and maximum, and ∞ for NaN.
+    The ratio is the larger of norm and maximum, and ∞ for NaN.
 
-    It stops drawing as soon as no result can exceed SAFETY_FACTOR any more. The mean square over all N draws is at
-    least k/N times that over the first k, so a ratio can grow by at most √(N/k). A ratio above SAFETY_FACTOR always
-    includes all draws; a smaller one may include fewer. A NaN draw is only detected if it is made.
+    The function stops drawing as soon as no result can exceed SAFETY_FACTOR any more. The mean square over all N draws
+    is at least k/N times that over the first k, so a ratio can grow by at most √(N/k). A ratio above SAFETY_FACTOR
+    always includes all draws; a smaller one may include fewer. A NaN draw is only detected if it is made.
 
     Args:
         found: results in any type, on any device. One more rounding to their own type is allowed.
@@ -313,9 +313,9 @@ def compute_error_ratio(
     for name, exact in truth.items():
         assert found[name].shape == exact.shape, name
     errors = {name: found[name].detach().to(exact.device).double() - exact for name, exact in truth.items()}
-    kinds = {name: x.dtype for name, x in found.items()}
+    result_dtypes = {name: x.dtype for name, x in found.items()}
     totals, ratios = {name: torch.zeros(2, dtype=torch.float64) for name in truth}, {}
-    for count, squares in enumerate(_iter_squared_sizes(kinds, truth, compute, dtype, **model), start=1):
+    for count, squares in enumerate(_iter_squared_sizes(result_dtypes, truth, compute, dtype, **model), start=1):
         totals = {name: total + squares[name] for name, total in totals.items()}
         ratios = {name: compute_size_ratio(errors[name], (totals[name] / count).sqrt()) for name in truth}
         if max(ratios.values(), default=0.0) <= SAFETY_FACTOR * math.sqrt(count / NUM_DRAWS):

@@ -224,8 +224,8 @@ def acknowledge_signals(log: Log, message: str, *, second_answered: threading.Ev
     `MAX_EXCEPTION_DELAY`. A step on a slow machine may keep the main thread in C for minutes.
 
     Python runs handlers between two of its own instructions, which may be seconds away: during matrix products, or a
-    wait for other processes. The thread is notified immediately of every signal that has a Python handler, as SIGINT
-    has.
+    wait for other processes. The thread is notified immediately of every signal that has a Python handler, such as
+    SIGINT.
     """
     if not _is_main_thread():
         yield

@@ -334,7 +334,9 @@ def test_flash_attention_gets_document_bounds(window: int | None, monkeypatch: p
 
 
 @pytest.mark.parametrize("layers_recomputed", [0, 1])
-def test_who_sees_whom_is_found_once_for_all_layers(layers_recomputed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_document_mask_is_built_once_for_all_layers(
+    layers_recomputed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The document mask is built once for all layers, including recomputation.
 
     The last rows of the top layer have their own mask if only they are requested.

@@ -196,6 +196,6 @@ def test_unsupported_calls_use_row_blocks_and_are_reported_once(monkeypatch, cap
         backend(inputs(9))
     assert flexed == [*lengths[:-1], 9]
     assert [record.message for record in caplog.records] == [
-        f"attention_backend flex: {why} is left to PyTorch's row blocks"
+        f"attention_backend flex: falling back to PyTorch's row blocks for {why}"
         for why in ("padding", "randomized positions", f"more than {MAX_SHAPES} shapes")
     ]

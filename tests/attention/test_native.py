@@ -19,14 +19,14 @@ from megatron.position.token_range import TokenRange, sample_positions
 from megatron.utils.errors import UserError
 from tools.rounding import assert_close_in_rounding
 
-compiled = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
+compiled = pytest.mark.skipif(cpu.describe_unavailable() is not None, reason=str(cpu.describe_unavailable()))
 
 
 class Refused:
     """Fallback that must not be called."""
 
     def __call__(self, rows: AttentionInputs) -> torch.Tensor:
-        raise AssertionError("left to row blocks")
+        raise AssertionError("fell back to row blocks")
 
 
 def rows_of(pair: tuple[str, str], length: int = 21, start: int = 0, **keys) -> AttentionInputs:
@@ -90,7 +90,7 @@ def test_equals_eager(pair: tuple[str, str], keys: dict[str, int]) -> None:
     ],
 )
 def test_rejected_calls_are_named(pair: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no C compiler was found")
+    monkeypatch.setattr(cpu, "describe_unavailable", lambda: "no C compiler was found")
     with pytest.raises(UserError, match=f"attention_backend 'native': ({why}).*; choose from auto, "):
         select_backend("native", 4, AttentionFormula(*build(*pair)))
 
@@ -124,7 +124,7 @@ def test_fallback_to_row_blocks_is_reported_once(caplog: pytest.LogCaptureFixtur
             torch.manual_seed(0)
             assert torch.equal(out, RowBlockBackend(4)(each))
     output = [record.message for record in caplog.records]
-    assert output == [f"attention_backend native: {why} is left to PyTorch's row blocks" for why in left_out]
+    assert output == [f"attention_backend native: falling back to PyTorch's row blocks for {why}" for why in left_out]
 
 
 @compiled
@@ -143,7 +143,7 @@ def test_auto_works_without_a_compiler_and_reports_the_cost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fused_processor._warn_unavailable.cache_clear()
-    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no C compiler was found (cc, gcc, clang)")
+    monkeypatch.setattr(cpu, "describe_unavailable", lambda: "no C compiler was found (cc, gcc, clang)")
     rows = rows_of(("kerple_log", "cdape"))
     auto = select_backend("auto", 4, AttentionFormula(rows.encoding, rows.processor))
     for _ in range(2):

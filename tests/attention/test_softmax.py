@@ -27,7 +27,7 @@ def draw_inputs(encoding: str, processor: str, window: int | None = None) -> Att
 
 @pytest.mark.parametrize(("encoding", "processor"), MAPPED)
 @torch.no_grad()
-def test_they_are_made_of_any_logits(encoding: str, processor: str) -> None:
+def test_sinks_and_stick_breaking_use_the_final_logits(encoding: str, processor: str) -> None:
     """A sink multiplies softmax weights by σ(logsumexp − s); stick-breaking multiplies a product of fractions."""
     inputs = draw_inputs(encoding, processor)
     if inputs.processor is not None and inputs.processor.overrides("process_weights"):
@@ -100,7 +100,7 @@ def test_a_row_of_padding_has_no_weights() -> None:
         assert (weights[1, :, :, :3] == 0).all()
 
 
-def test_a_gates_row_term_is_not_the_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_do_not_include_a_gates_row_term(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention omits a gate's row term from the scores, where it cancels in the softmax; a sink would not cancel
     it.
     """

@@ -322,7 +322,7 @@ def test_another_tokenizer_by_name(sources: Path, tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     written("gpt2", tmp_path / "source")
-    with full_disk(10_000), pytest.raises(RunError, match=r"run: .*: the disk is full; nothing was kept"):
+    with full_disk(10_000), pytest.raises(RunError, match=r"run: .*: the disk is full; nothing was saved"):
         imported(tmp_path / "source")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -146,7 +146,7 @@ def test_a_full_disk_changes_no_file(there: bool, run: Path, tmp_path: Path) -> 
     if there:
         export_model(run, target, log=lambda line: None)
     before = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    kept = "what was there is kept" if there else "nothing was kept"
+    kept = "the existing folder is unchanged" if there else "nothing was saved"
     with full_disk(100_000), pytest.raises(RunError, match=rf"fire: cannot be written: the disk is full; {kept}$"):
         export_model(run, target, overwrite=there)
     assert {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

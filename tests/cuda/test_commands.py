@@ -70,7 +70,7 @@ def test_train_and_resume(place: Path) -> None:
     text = (place / "run/log.txt").read_text(encoding="utf-8")
     assert "step 2/2" in text
     assert "step 4/4" in text
-    assert "left to PyTorch" not in text
+    assert "falling back to PyTorch" not in text
 
 
 def test_train_on_two_devices(place: Path) -> None:

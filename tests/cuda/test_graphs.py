@@ -143,7 +143,7 @@ def test_a_rehearsal_excludes_the_self_check() -> None:
     assert memory.peaks["step"][0] < before + (1 << 28)
 
 
-def test_a_capture_is_a_streams() -> None:
+def test_a_capture_covers_launches_by_other_threads() -> None:
     """Another thread that launches into the stream, as autograd does, allocates from the graph's memory pool."""
     x = torch.ones(1 << 24, device="cuda", requires_grad=True)
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()

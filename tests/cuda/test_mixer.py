@@ -12,7 +12,7 @@ import triton
 
 from megatron.kernels.cdape_attention import logit_gradient, mixer_forward
 from megatron.kernels.cdape_attention.geometry import BLOCK_BYTES, KernelFamily, KernelForm, choose_kernel
-from megatron.kernels.cdape_attention.mixer import TO_SCORES, TO_WEIGHTS, VARIABLE
+from megatron.kernels.cdape_attention.mixer import SCORE_GRADIENT_KERNELS, VARIABLE, WEIGHT_GRADIENT_KERNELS
 from megatron.kernels.cuda.compile import compile_kernel
 
 MAX_STACK_BYTES = 512
@@ -43,8 +43,8 @@ def note_residue(*args, **options):
 
 
 driver.forward, residues = note_residue, []
-fills_device = mixer.fills_device
-mixer.fills_device = lambda *sizes: True  # small problems have too few blocks
+has_block_per_multiprocessor = mixer.has_block_per_multiprocessor
+mixer.has_block_per_multiprocessor = lambda *sizes: True  # small problems have too few blocks
 
 
 def run(heads, length, dim=64, dtype=torch.bfloat16, width=32, size=3, differentiates=True, **options):
@@ -92,13 +92,13 @@ with torch.no_grad():
     run(16, 96, differentiates=False)
     assert launched and not residues.pop()
 launched.clear()
-mixer.fills_device = fills_device
+mixer.has_block_per_multiprocessor = has_block_per_multiprocessor
 print(run(16, 96), run_gated(4, 96), run_gated(4, 96, torch.float16, window=48, sinks=draw(4)), flush=True)
 os._exit(0)  # autograd's threads may be in the way of an orderly end
 """
 
 
-FAMILIES = [mixer_forward.KERNELS, logit_gradient.KERNELS, TO_SCORES, TO_WEIGHTS]
+FAMILIES = [mixer_forward.KERNELS, logit_gradient.KERNELS, SCORE_GRADIENT_KERNELS, WEIGHT_GRADIENT_KERNELS]
 
 
 @pytest.mark.parametrize("arch", [80, 90])

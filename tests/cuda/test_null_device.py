@@ -23,7 +23,7 @@ def _add_kernel(x, y, n, BLOCK: tl.constexpr):
     tl.store(y + i, tl.load(x + i, i < n) + 1, i < n)
 
 
-def test_memory_is_the_cards() -> None:
+def test_memory_is_limited_to_that_of_the_card() -> None:
     torch.cuda.empty_cache()
     slack = torch.cuda.memory_reserved()  # of other tests' tensors
     free, total = torch.cuda.mem_get_info()
@@ -128,7 +128,7 @@ def _run(environment: dict[str, str], code: str) -> str:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_of_the_kernels_that_ran_the_miscompiled_ones_are_found(stages: int) -> None:
+def test_miscompiled_kernels_are_found_among_those_launched(stages: int) -> None:
     """With one stage, ptxas 12.8 of the pinned Triton miscompiles this tile at the 2.7B model's heads."""
     code = f"""
 from dataclasses import replace

@@ -305,7 +305,7 @@ def test_errors_in_workers_arrive_as_they_are(many, tmp_path):
     lines = many.read_text().splitlines()
     lines[2000] = '{"text": 5}'
     many.write_text("\n".join(lines))
-    with pytest.raises(UserError, match=r"many\.jsonl:2001: 'text' is a number, not text; --skip-bad N"):
+    with pytest.raises(UserError, match=r"many\.jsonl:2001: 'text' is a number; expected a string; --skip-bad N"):
         prepare([str(many)], tmp_path / "out", workers=2)
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["many.jsonl"]
 
@@ -330,9 +330,9 @@ def test_a_full_disk_leaves_nothing_behind(many, tmp_path):
     prepare([str(many)], tmp_path / "old", split=None)
     before = contents(tmp_path / "old")
     with full_disk(20_000):
-        with pytest.raises(RunError, match="out: cannot be written: the disk is full; nothing was kept"):
+        with pytest.raises(RunError, match="out: cannot be written: the disk is full; nothing was saved"):
             prepare([str(many)], tmp_path / "out")
-        with pytest.raises(RunError, match=r"old: .*the disk is full; the corpus that was there is kept"):
+        with pytest.raises(RunError, match=r"old: .*the disk is full; the existing corpus is unchanged"):
             prepare([str(many)], tmp_path / "old", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["many.jsonl", "old"]
     assert contents(tmp_path / "old") == before

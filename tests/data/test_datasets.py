@@ -399,7 +399,7 @@ def set_trap_inside(folder, sprung):
 
 
 @pytest.mark.parametrize("trap", [set_trap, set_trap_inside])
-def test_a_trap_is_one(tmp_path, trap):
+def test_loading_a_pickle_runs_its_code(tmp_path, trap):
     (tmp_path / "x.npy").touch()
     trap(tmp_path, tmp_path / "sprung")
     np.load(tmp_path / "x.npy", allow_pickle=True)

@@ -92,21 +92,28 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     several.
     """
     from megatron.kernels.cdape_attention import chunks, head_products, partial_sums, triton_mixer
-    from megatron.kernels.cdape_attention.configs import attend_tile, heads_tile, processor_tile, product_tile
+    from megatron.kernels.cdape_attention.configs import (
+        choose_attend_tile,
+        choose_heads_tile,
+        choose_processor_tile,
+        choose_product_tile,
+    )
     from megatron.kernels.runtime import Tile
 
-    def tall_processor_tile(kernel: str, *args: Any) -> Tile:
+    def choose_tall_processor_tile(kernel: str, *args: Any) -> Tile:
         """Return a tile; on a GPU with fewer rows for the weights' gradients, because 256 pixels in float32 exceed
         shared memory.
         """
         rows = 4 if kernel == "mix_bwd_dw" and not INTERPRETED else 16
-        return replace(processor_tile(kernel, *args), block_m=rows, block_n=16)
+        return replace(choose_processor_tile(kernel, *args), block_m=rows, block_n=16)
 
     small: dict[str, int] = {"block_m": 16, "block_n": 16}
-    monkeypatch.setattr(chunks, "processor_tile", tall_processor_tile)
-    monkeypatch.setattr(head_products, "attend_tile", lambda *args: replace(attend_tile(*args), **small))
-    monkeypatch.setattr(triton_mixer, "heads_tile", lambda *args: replace(heads_tile(*args), **small))
-    monkeypatch.setattr(head_products, "product_tile", lambda *args: replace(product_tile(*args), **small))
+    monkeypatch.setattr(chunks, "choose_processor_tile", choose_tall_processor_tile)
+    monkeypatch.setattr(head_products, "choose_attend_tile", lambda *args: replace(choose_attend_tile(*args), **small))
+    monkeypatch.setattr(triton_mixer, "choose_heads_tile", lambda *args: replace(choose_heads_tile(*args), **small))
+    monkeypatch.setattr(
+        head_products, "choose_product_tile", lambda *args: replace(choose_product_tile(*args), **small)
+    )
     monkeypatch.setattr(partial_sums, "TILE", Tile(64, 4096, 4, 1))
     monkeypatch.setattr(triton_mixer, "choose_splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
 

@@ -48,7 +48,7 @@ def test_is_compiled_once_for_each_state_of_its_sources(
 
 
 @needs_compiler
-def test_a_damaged_one_is_made_again(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_library_is_rebuilt(folder: Path, tmp_path: Path) -> None:
     assert build_library(folder).answer() == 42
     (made,) = _kept(tmp_path)
     made.unlink()
@@ -73,7 +73,7 @@ def test_a_machine_without_a_compiler_is_reported(folder: Path, monkeypatch: pyt
 
 @needs_compiler
 @pytest.mark.parametrize("there_is_one", [True, False])
-def test_a_home_that_cannot_be_written_is_done_without(
+def test_libraries_are_built_without_a_writable_home_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there_is_one: bool
 ) -> None:
     (tmp_path / "cache").write_text("a file")

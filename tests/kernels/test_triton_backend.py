@@ -255,7 +255,7 @@ def test_fallbacks_at_run_time_are_reported_once(processor: str, device: str, ca
             assert torch.equal(backend(rows), RowBlockBackend(4)(rows))
     output = [record.message for record in caplog.records]
     expected = ["padding", "randomized positions", *(["a score processor over divided heads"] if p is not None else [])]
-    assert output == [f"attention_backend triton: {why} is left to PyTorch's row blocks" for why in expected]
+    assert output == [f"attention_backend triton: falling back to PyTorch's row blocks for {why}" for why in expected]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter alone")

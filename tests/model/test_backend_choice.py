@@ -108,10 +108,10 @@ def test_the_fastest_correct_backend_is_chosen_and_reported(planted) -> None:
     assert choice.backends[0] is planted["candidates"]["fast"]
     (line,) = choice.lines
     assert line.startswith(
-        "attention: fast, 2.00 times as fast as row blocks (1 ms instead of 2 for a layer), errors at most 0."
+        "attention: fast, 2.00 times as fast as row blocks (1 ms instead of 2 for a layer), errors up to 0."
     )
-    assert "of the 4 times rounding in float32 allowed; checked in" in line
-    assert "; left: wrong errs in " in line
+    assert "times rounding in float32 (4 allowed); checked in" in line
+    assert "; rejected: wrong errs in " in line
     assert line.endswith("; raising raised RuntimeError: no such instruction")
     assert [(trial.backend, trial.is_correct) for trial in choice.records[0].check_result.trials] == [
         ("row blocks", True), ("wrong", False), ("raising", False), ("slow", True), ("fast", True)
@@ -173,7 +173,7 @@ def test_untried_backends_are_tried_later_and_rejected_ones_are_not(planted, mon
     monkeypatch.setattr(backend_choice, "try_backends", hurry)
     first = choose()
     assert first.backends[0] is planted["candidates"]["row blocks"]
-    assert "left: wrong errs" in first.lines[0]
+    assert "rejected: wrong errs" in first.lines[0]
     assert "fast was not tried" in first.lines[0]
     monkeypatch.setattr(backend_choice, "try_backends", real)
     planted["calls"].clear()
@@ -187,7 +187,7 @@ def test_forced_disabled_and_random_runs_are_not_checked(planted) -> None:
     assert choose(name="chunked").lines == ()
     off = choose(attention_check=False)
     assert off.backends[0] is planted["candidates"]["row blocks"]
-    assert off.lines[0].startswith("attention: row blocks, kept up to 1,024 keys in training: sdpa cannot add")
+    assert off.lines[0].startswith("attention: row blocks, saved up to 1,024 keys in training: sdpa cannot add")
     assert off.lines[0].endswith("; unchecked (attention_check: false)")
     assert "attention_dropout is random" in choose(attention_dropout=0.1).lines[0]
     assert choose(target=None).lines == ()
@@ -201,13 +201,15 @@ def test_the_only_possible_backend_is_not_checked(planted) -> None:
     assert planted["calls"] == []
 
 
-def test_nothing_right_leaves_the_default(planted) -> None:
+def test_row_blocks_are_used_if_no_backend_is_correct(planted) -> None:
     for name in ("row blocks", "slow", "fast"):
         del planted["candidates"][name]
     planted["candidates"]["row blocks"] = Wrong(8)
     choice = choose()
     assert choice.backends[0] is planted["candidates"]["row blocks"]
-    assert choice.lines[0].startswith("attention: row blocks, because no backend passed the check; left: wrong errs in")
+    assert choice.lines[0].startswith(
+        "attention: row blocks, because no backend passed the check; rejected: wrong errs in"
+    )
 
 
 def test_a_lost_device_is_reported_by_all_ranks_and_remembered(planted, monkeypatch) -> None:
@@ -215,19 +217,17 @@ def test_a_lost_device_is_reported_by_all_ranks_and_remembered(planted, monkeypa
     monkeypatch.setattr(trials_module, "is_device_usable", lambda device: usable[0])
     del planted["candidates"]["wrong"]
     with pytest.raises(
-        RunError, match="attention by raising raised RuntimeError: no such instruction, and nothing runs"
+        RunError, match="attention by raising raised RuntimeError: no such instruction, and the device is unusable"
     ):
         choose()
-    with pytest.raises(RunError, match="nothing runs on this device"):  # the healthy rank learns of it
-        choose(
-            make_groups(lambda value: (value[0], "attention by x, and nothing runs on this device") if value else value)
-        )
+    with pytest.raises(RunError, match="the device is unusable"):  # raised on the healthy rank too
+        choose(make_groups(lambda value: (value[0], "attention by x, and the device is unusable") if value else value))
     planted["calls"].clear()
     usable[0] = True
     choice = choose()
     assert "raising" not in planted["calls"]
     assert choice.backends[0] is planted["candidates"]["fast"]
-    assert "left: raising raised RuntimeError" in choice.lines[0]
+    assert "rejected: raising raised RuntimeError" in choice.lines[0]
 
 
 # Resumed runs.
@@ -246,7 +246,7 @@ def test_a_resumed_run_reuses_its_backend(planted, tmp_path: Path) -> None:
     kept = choose(target=target)
     assert kept.backends[0] is planted["candidates"]["slow"]
     assert planted["calls"] == []
-    assert "; as before; result of an earlier check" in kept.lines[0]
+    assert "; same as before; result of an earlier check" in kept.lines[0]
     assert kept.lines[0].startswith("attention: slow, 0.22 times as fast as row blocks")
     # In another layout the backend is checked again, and kept if correct.
     other = choose(target=replace(target, batch=1))
@@ -313,8 +313,8 @@ def test_ranks_use_the_choice_of_rank_0() -> None:
     chosen, lines = agree_on_backend(found, "sdpa", None, was_checked_earlier=False)
     assert chosen == "sdpa"
     assert lines == [
-        "attention: sdpa, 2.00 times as fast as triton (1 ms instead of 2 for a layer), errors at most 1 of the 4 "
-        "times rounding in bfloat16 allowed; checked in 3 s"
+        "attention: sdpa, 2.00 times as fast as triton (1 ms instead of 2 for a layer), errors up to 1 "
+        "times rounding in bfloat16 (4 allowed); checked in 3 s"
     ]
 
 
@@ -323,7 +323,7 @@ def test_ranks_on_another_gpu_with_another_choice_are_named_once() -> None:
     chosen, (_, line) = agree_on_backend(found, "sdpa", None, was_checked_earlier=True)
     assert chosen == "sdpa"
     assert line == (
-        "attention: rank 1 has another card (A100, rank 0 H100), on which triton would be faster; all ranks use "
+        "attention: rank 1 has another GPU (A100, rank 0 H100), on which triton would be faster; all ranks use "
         "rank 0's choice"
     )
 
@@ -337,7 +337,7 @@ def test_a_backend_that_fails_on_one_rank_is_used_by_none() -> None:
     chosen, lines = agree_on_backend(found, "sdpa", "triton", was_checked_earlier=False)
     assert chosen == "sdpa"
     assert lines[0].startswith("attention: sdpa, the only backend that passed the check (2 ms for a layer)")
-    assert lines[0].endswith("; left: triton errs in dq on rank 2")
+    assert lines[0].endswith("; rejected: triton errs in dq on rank 2")
 
 
 def test_all_ranks_agree_and_each_kind_of_gpu_is_stored_once(planted) -> None:

@@ -147,7 +147,7 @@ def test_a_prompt_that_is_scored_at_its_end_fills_the_cache_whole() -> None:
         ("rotary", "none", "sdpa", {"hidden_dropout": 0.2, "attention_dropout": 0.3}),
         pytest.param(
             *("kerple_log", "cdape", "native", {}),
-            marks=pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason())),
+            marks=pytest.mark.skipif(cpu.describe_unavailable() is not None, reason=str(cpu.describe_unavailable())),
         ),
         ("kerple_log", "cdape", "chunked", {"hidden_dropout": 0.2, "attention_dropout": 0.3}),
         ("cope", "dape", "eager", {"attention_dropout": 0.3}),

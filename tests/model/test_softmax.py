@@ -165,7 +165,7 @@ def test_backends_agree_in_losses_and_gradients(softmax: str) -> None:
                 assert_close_in_rounding(one, expected, 2 * LENGTH * TERMS, 2 * SUMS)
 
 
-def test_a_gate_is_megatron_cores() -> None:
+def test_an_output_gate_equals_megatron_cores() -> None:
     """An element gate equals megatron-core's `attention_output_gate` in float64; a head gate is shared by its
     elements.
     """

@@ -58,7 +58,7 @@ def test_tensor_ranks_stay_inside_a_node() -> None:
     assert max(tensor for tensor, _, _ in sizes_of(files, 16, few, gpus_per_node=4)) == 4
 
 
-def test_everything_that_divides_is_looked_at() -> None:
+def test_all_layouts_that_divide_the_devices_are_considered() -> None:
     found = sizes_of(["125M", "kerple_log", "a100_512"], 4)
     assert found == {(t, c, p) for t in (1, 2, 4) for c in (1, 2, 4) for p in (1, 2, 4) if t * c * p <= 4}
 
@@ -84,7 +84,7 @@ def test_rejected_layouts_have_the_error_of_train() -> None:
 
 
 def test_gpus_are_whole_nodes() -> None:
-    with pytest.raises(UserError, match="12 GPUs are not whole nodes of 8"):
+    with pytest.raises(UserError, match="12 GPUs do not fill whole nodes of 8"):
         make_plan(load_config(["125M", "rotary"]).config, VOCABULARY, Cluster(A100, 12))
 
 
@@ -106,6 +106,7 @@ def test_backends_have_separate_estimates() -> None:
     assert found["auto"].saved_maps > 0.5 * found["auto"].get_largest("activations")
     for memory in found.values():
         assert memory.saved_maps < memory.get_largest("activations")
+        assert memory.workspace_maps <= memory.get_largest("workspace")
 
 
 def test_a_run_in_stages_is_planned_for_the_largest() -> None:

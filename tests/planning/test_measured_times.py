@@ -10,7 +10,7 @@ from megatron.config.schema import Config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.distributed.mesh import ParallelSizes
 from megatron.planning import plan
-from megatron.planning.plan import MEASURED_OVERHEADS, estimate_measured_band, make_plan
+from megatron.planning.plan import MEASURED_OVERHEADS, estimate_measured_range, make_plan
 from megatron.planning.print_plan import print_plan
 from megatron.planning.step_time import Cluster
 
@@ -38,30 +38,30 @@ def test_measured_times_are_within_the_range(
     processor: str, model: str, micro: str, length: str, measured: str, planned: str, factor: str
 ) -> None:
     config = configure(NAMES[model], processor, int(micro), int(length))
-    band = estimate_measured_band(config, ParallelSizes(), 50257, ONE_GPU)
-    assert band is not None
-    assert band.planned_ratio == pytest.approx(float(planned), abs=6e-4)
-    assert band.low_ratio - 0.005 <= float(measured) <= band.high_ratio + 0.005
-    assert float(factor) == pytest.approx((float(measured) - 1) / (band.planned_ratio - 1), rel=0.05)
+    step_range = estimate_measured_range(config, ParallelSizes(), 50257, ONE_GPU)
+    assert step_range is not None
+    assert step_range.planned_ratio == pytest.approx(float(planned), abs=6e-4)
+    assert step_range.low_ratio - 0.005 <= float(measured) <= step_range.high_ratio + 0.005
+    assert float(factor) == pytest.approx((float(measured) - 1) / (step_range.planned_ratio - 1), rel=0.05)
     assert MEASURED_OVERHEADS[processor].low <= float(factor) <= MEASURED_OVERHEADS[processor].high
 
 
-def test_a_plan_prints_the_band_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_prints_the_range_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
     config = configure("350M", "cdape", 32)
     console = Console(width=240, highlight=False)
     print_plan(make_plan(config, 50257, Cluster(get_gpu_spec("h200"), 1)), console, 3)
     output = capsys.readouterr().out
     assert (
-        "cdape: a step takes 1.05 times as long as without it by FLOPs, and 1.33 to 1.84 times by measurements"
-        in output
+        "cdape: estimated from FLOPs, a step takes 1.05 times as long as without it; from measurements, 1.33 to 1.84 "
+        "times" in output
     )
     assert "docs/results/gpu_visit.md" in output
-    assert re.search(r"measured with cdape +\d+–\d+", output)
+    assert re.search(r"from measurements of cdape +\d+–\d+", output)
     layout = make_plan(config, 50257, Cluster(get_gpu_spec("h200"), 1)).to_dict(1)["layouts"][0]
     assert layout["seconds_as_measured"]["low"] > layout["seconds"]["total"]
     print_plan(make_plan(configure("350M", "none", 32), 50257, ONE_GPU), console, 3)
-    assert "measured" not in capsys.readouterr().out
-    assert estimate_measured_band(configure("350M", "talking_heads"), ParallelSizes(), 50257, ONE_GPU) is None
+    assert "measurements" not in capsys.readouterr().out
+    assert estimate_measured_range(configure("350M", "talking_heads"), ParallelSizes(), 50257, ONE_GPU) is None
 
 
 @pytest.mark.parametrize("model", ["125M", "350M", "1-3B", "2-7B", "6-7B"])

@@ -15,7 +15,7 @@ from megatron.distributed.hardware import get_gpu_spec
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import MAX_LOGITS
 from megatron.planning import memory_estimate, step_time
-from megatron.planning.memory_estimate import PARTS, MemoryEstimate, estimate_memory
+from megatron.planning.memory_estimate import COMPONENTS, MemoryEstimate, estimate_memory
 from megatron.planning.model_costs import count_parameters, list_distinct_pipeline_stages
 from megatron.planning.step_time import Cluster, estimate_step_time
 from megatron.utils.errors import UserError
@@ -53,12 +53,12 @@ def test_states_match_the_engine(
     )
     parameters = count_parameters(config, VOCABULARY)
     states = (estimate.weights + estimate.optimizer) / parameters
-    moments = {moment.name: moment for moment in estimate.moments}
+    phases = {phase.name: phase for phase in estimate.phases}
     # Tolerance of 2%: gradients larger than a bucket are reduced alone, and DeepSpeed keeps the last of them.
-    reduced = moments["the optimizer's step"].gradients + moments["the reduction of gradients"].step
+    reduced = phases["the optimizer's step"].gradients + phases["the reduction of gradients"].step
     assert states + reduced / parameters == pytest.approx(found["before the step"], rel=0.02)
     if steps > 1:
-        accumulated = moments["the loss"].gradients / parameters
+        accumulated = phases["the loss"].gradients / parameters
         assert states + accumulated == pytest.approx(found["accumulating"], rel=0.02)
     # Memory between steps includes gradient buffers with ZeRO 3, or with float32 accumulation under ZeRO 1.
     assert states <= found["between"] * 1.001
@@ -104,10 +104,10 @@ def test_offloading_by_zero_2_keeps_float32_sums_and_a_buffer_on_the_gpu() -> No
 
     parameters = count_parameters(settled("350M", "rotary"), 50257)
     for steps, precision in ((1, "bf16"), (3, "bf16"), (3, "fp16")):
-        moment = offloaded(steps, precision).moments[0]
-        assert moment.name == "the loss"
-        assert moment.buffers == 2 * 50304 * 1024
-        assert moment.gradients == (4 * parameters / 2 if (steps, precision) == (3, "bf16") else 0)
+        phase = offloaded(steps, precision).phases[0]
+        assert phase.name == "the loss"
+        assert phase.buffers == 2 * 50304 * 1024
+        assert phase.gradients == (4 * parameters / 2 if (steps, precision) == (3, "bf16") else 0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
@@ -121,7 +121,7 @@ def test_offloading_by_zero_1_holds_its_bucket_from_one_micro_batch_to_the_next(
         zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
         found = of("125M", "rotary", ParallelSizes(data=2), zero_optimization=zero, gradient_accumulation_steps=steps,
                    precision=precision)  # fmt: skip
-        loss, through = found.moments[0], (4 if precision == "fp32" else 2) * 50304 * 768
+        loss, through = found.phases[0], (4 if precision == "fp32" else 2) * 50304 * 768
         assert loss.name == "the loss"
         assert loss.gradients == (size * parameters if steps == 3 else 0)
         assert loss.buffers == through + (size * parameters if steps == 3 else 0)
@@ -134,26 +134,26 @@ def test_zero_3_holds_gathered_weights_and_a_bucket_at_the_loss(recompute: bool)
         found = of(name, "rotary", ParallelSizes(data=8), zero_optimization={"stage": 3},
                    checkpoint_activations=recompute)  # fmt: skip
         parameters = count_parameters(settled(name, "rotary"), 50257)
-        assert found.moments[0].buffers == 2 * min(parameters, 10**9 // 2) + 2 * min(parameters, 500_000_000)
-        assert found.moments[0].gradients == -(-parameters // 8) * 2  # its shard, in one permanent tensor
+        assert found.phases[0].buffers == 2 * min(parameters, 10**9 // 2) + 2 * min(parameters, 500_000_000)
+        assert found.phases[0].gradients == -(-parameters // 8) * 2  # its shard, in one permanent tensor
 
 
 def test_a_pipeline_stage_keeps_its_output_until_its_backward_pass() -> None:
     config = settled("350M", "rotary", gradient_accumulation_steps=4, checkpoint_activations=True)
     first, last = (estimate_memory(config, ParallelSizes(pipeline=2), 50257, pipeline_stage=stage) for stage in (0, 1))
     hidden = 2 * 512 * 1024
-    moments = {moment.name: moment for moment in first.moments}
+    phases = {phase.name: phase for phase in first.phases}
     # Two micro-batches of the inputs and output of twelve layers; the first layer's input lives until the end.
-    assert moments["the top layer's backward pass"].activations == 2 * (12 + 1) * hidden
-    assert moments["the bottom layer's backward pass"].activations == (2 * (12 + 1) - 11) * hidden
-    moments = {moment.name: moment for moment in last.moments}
-    assert moments["the top layer's backward pass"].activations == (12 - 1) * hidden  # received one of its inputs
+    assert phases["the top layer's backward pass"].activations == 2 * (12 + 1) * hidden
+    assert phases["the bottom layer's backward pass"].activations == (2 * (12 + 1) - 11) * hidden
+    phases = {phase.name: phase for phase in last.phases}
+    assert phases["the top layer's backward pass"].activations == (12 - 1) * hidden  # received one of its inputs
 
 
-def test_the_parts_add_up_to_the_worst_moment() -> None:
+def test_components_add_up_to_the_peak() -> None:
     found = of("125M", "cdape_kerple_log", ParallelSizes())
     always = found.weights + found.optimizer
-    assert found.total == always + max(sum(getattr(moment, part) for part in PARTS) for moment in found.moments)
+    assert found.total == always + max(sum(getattr(phase, part) for part in COMPONENTS) for phase in found.phases)
     assert found.total == always + found.peak.total == found.to_dict()["total"]
     gib = found.total / 2**30
     assert found.fits(gib / 0.89)
@@ -168,7 +168,7 @@ def test_graphs_keep_the_memory_of_a_micro_batch() -> None:
     assert eight.graphs / 2**30 == pytest.approx(3.93, rel=0.15)
     few = of("125M", "kerple_log", ParallelSizes(), train_micro_batch_size_per_gpu=1, **keys)
     assert few.graphs >= few.weights  # gradients alone are as large
-    step = next(moment for moment in eight.moments if moment.name == "the optimizer's step")
+    step = next(phase for phase in eight.phases if phase.name == "the optimizer's step")
     assert eight.total_with_graphs >= eight.weights + eight.optimizer + eight.graphs + step.step
     assert eight.total_with_graphs > eight.total
     assert eight.to_dict()["graphs"] == eight.graphs
@@ -231,11 +231,11 @@ def test_memory_is_linear_in_the_length_if_rows_are_recomputed() -> None:
     assert (
         short.get_largest("logits") < long.get_largest("logits") <= 12 * MAX_LOGITS
     )  # the loss processes tokens in chunks
-    assert long.get_largest("working") < 4.1 * short.get_largest("working")
+    assert long.get_largest("workspace") < 4.1 * short.get_largest("workspace")
     eager = [
         of("2-7B", "cdape_kerple_log", ParallelSizes(), seq_length=n, attention_backend="eager") for n in (8192, 32768)
     ]
-    assert eager[1].get_largest("working") > 14 * eager[0].get_largest("working")
+    assert eager[1].get_largest("workspace") > 14 * eager[0].get_largest("workspace")
 
 
 def test_a_backend_may_be_named() -> None:

@@ -215,8 +215,8 @@ def test_newton_schulz_flops_match_the_rank_with_the_most(
     count_muon_work.cache_clear()
     work = count_muon_work(list_layer_weights(GATED.model), 3, 5, num_shards, sizes.tensor)
     assert work.flops == max(flops)
-    assert sizes.tensor == 1 or work.stepped == max(gathered)
-    assert work.cut == max(cut)
+    assert sizes.tensor == 1 or work.num_orthogonalized == max(gathered)
+    assert work.num_shared == max(cut)
     count_muon_work.cache_clear()
 
 

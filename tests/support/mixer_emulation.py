@@ -19,7 +19,7 @@ from megatron.kernels.cdape_attention import mixer_operands
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.chunks import ALIGNED, NO_WINDOW_INT32
 from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, Tile
-from megatron.kernels.cdape_attention.mixer import MixerInputs, Spans
+from megatron.kernels.cdape_attention.mixer import ColumnSpans, MixerInputs
 from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
@@ -42,7 +42,7 @@ class Shape:
     position: int
     window: int | None = None
     starts: frozenset[int] | None = None
-    """First columns of documents, including 0; in the second sequence they are 7 columns later."""
+    """First columns of documents, including 0; 7 columns later in the second sequence."""
     dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     taps: int = 3
@@ -71,10 +71,10 @@ class Shape:
         return torch.tensor(sequences, dtype=torch.int32)
 
     @property
-    def spans(self) -> Spans | None:
+    def spans(self) -> ColumnSpans | None:
         if self.window is None and self.starts is None:
             return None
-        return Spans(NO_WINDOW_INT32 if self.window is None else self.window, self.left, self.document_starts)
+        return ColumnSpans(NO_WINDOW_INT32 if self.window is None else self.window, self.left, self.document_starts)
 
 
 def _round_columns(shape: Shape) -> Shape:
@@ -124,7 +124,7 @@ class Case(NamedTuple):
         return self.build_for_rows(family, is_local=inputs.spans is not None)
 
     def build_for_rows(self, family: KernelFamily, *, is_local: bool, is_gated: bool = False) -> MixerKernel:
-        """Describe the kernel, which holds as many tensors as it can unless `held_tensors` says how many."""
+        """Describe the kernel, with `held_tensors` tensors in shared memory, or by default as many as fit."""
         held = (self.held_tensors,) if self.held_tensors else (2, 1)
         wanted = [Tile(self.rows, self.columns, x) for x in held]
         tile = next(tile for tile in wanted if tile in family.tiles)
@@ -214,12 +214,12 @@ InputsT = TypeVar("InputsT", LogitInputs, MixerInputs)
 
 
 def unpack_operands(inputs: InputsT) -> InputsT:
-    """The same inputs, whose operands are packed anew."""
+    """Return the same inputs without cached packed operands."""
     return inputs._replace(operands=replace(inputs.operands))  # type: ignore[type-var, return-value]
 
 
 def move_into_longer_call(inputs: InputsT, rows: int = 40) -> InputsT:
-    """The same inputs as those of the second of two layers, and of a chunk with rows before and behind it."""
+    """Return the same inputs as the second of two layers, in a chunk with rows before and after it."""
 
     def extend(x: Tensor, dim: int, before: int, after: int) -> Tensor:
         sizes = list(x.shape)
@@ -249,7 +249,7 @@ class Hidden(NamedTuple):
     is_alive: Tensor
     """[B, R, C + p]."""
     at_edge: Tensor
-    """True where E holds, alike."""
+    """True where E is valid, as for U."""
     distance: Tensor
     """[R, C + p]."""
 
@@ -276,14 +276,14 @@ def begin_hidden(inputs: LogitInputs | MixerInputs, shape: Shape) -> Hidden:
 
 
 def find_inputs(inputs: LogitInputs | MixerInputs) -> list[Tensor]:
-    """The tensors that kernels read as they are."""
+    """Return the tensors that kernels read without packing."""
     keys = inputs.keys if inputs.keys._base is None else inputs.keys._base
     documents = None if inputs.spans is None else inputs.spans.document_starts
     return [inputs.queries, keys, inputs.operands.edge, *([] if documents is None else [documents])]
 
 
 def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Logits in float64, and by how much rounding may change them, from column 0 on."""
+    """Return logits in float64 and bounds of their rounding errors, from column 0 on."""
     heads, width, columns, padding = shape.heads, shape.width, shape.columns, shape.padding
     hidden_columns = columns + padding
     scores, hidden, is_alive, _, distance = begin_hidden(inputs, shape)
@@ -328,7 +328,7 @@ class Launcher:
 
     @contextmanager
     def watch(self, inputs: list[Tensor]) -> Iterator[None]:
-        """Let kernels access the inputs, packed operands, and new tensors, which are NaN; no more."""
+        """Allow kernels to access only the inputs, packed operands, and new tensors, which are filled with NaN."""
         self.emulator.begin(inputs)
         kept: list[Tensor] = []
 
@@ -355,7 +355,7 @@ class Launcher:
 
 
 class AllMemory:
-    """Everything that a process may access, as an array that kernels may access."""
+    """Memory accessible to the process, as an array that kernels may access."""
 
     def data_ptr(self) -> int:
         return 0

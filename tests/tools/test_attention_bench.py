@@ -125,7 +125,7 @@ def test_no_gate_no_speed(wrong: Attention, extra: dict[str, Attention]) -> None
     assert refused["refusal"]
     assert "\n" not in refused["refusal"]
     assert (refused["error"] is None) == (wrong in (out_of_memory, nan_in_dk))
-    compiled = {"native"} if cpu.unavailable_reason() is None else set()
+    compiled = {"native"} if cpu.describe_unavailable() is None else set()
     assert set(records) == {"eager", "chunked", "kept", "flash", "appendix", "right"} | compiled
     assert all(record["ms"] and "refusal" not in record for record in records.values())
 
@@ -181,7 +181,7 @@ def test_a_long_problem_is_judged_at_a_shorter_one(
         ([(1.0, float("nan")), 1.0], 1, "errs in the parameters' gradients by nan times"),
     ],
 )
-def test_who_errs_a_little_too_much_is_judged_by_other_numbers_too(
+def test_small_excess_errors_are_judged_again_with_other_inputs(
     ratios: list[float | tuple[float, float]], judged: int, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[int] = []

@@ -334,7 +334,7 @@ def test_the_self_check_accepts_method_files_and_checks_each_layer_kind(tmp_path
     assert [record["method"] for record in records] == ["irope: rotary", "irope: none", "rotary_randomized", "cope"]
     trials = [{trial["backend"]: trial["refusal"] for trial in record["trials"]} for record in records]
     assert [found.get("triton", "not there") for found in trials] == [
-        *(None, None), "leaves randomized positions to row blocks", "not there",
+        *(None, None), "falls back to row blocks for randomized positions", "not there",
     ]  # fmt: skip
     assert trials[3] == {"row blocks": "is the only supported backend, and not checked"}
     assert (tmp_path / "found.md").read_text(encoding="utf-8").count("irope: none") == 3

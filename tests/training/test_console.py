@@ -176,7 +176,7 @@ def test_unfused_attention_on_a_gpu_is_explained(corpus: Path, monkeypatch: pyte
         lines[device] = summary.describe_start(cast(TrainingRun, run), 0, 1.0)
     assert "attention" not in lines["cpu"]
     assert lines["cuda"].endswith(
-        "; attention in row blocks, kept up to 1,024 keys in training: sdpa cannot add a position bias to the scores"
+        "; attention in row blocks, saved up to 1,024 keys in training: sdpa cannot add a position bias to the scores"
     )
 
 

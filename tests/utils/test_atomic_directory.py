@@ -134,7 +134,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_stranger_in_the_way_keeps_nothing_else(tmp_path, monkeypatch):
+def test_other_files_do_not_prevent_the_removal_of_stale_folders(tmp_path, monkeypatch):
     listed = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda self: iter(sorted(listed(self))))
     (tmp_path / ".x.00000000.tmp").write_text("first, and no folder")

@@ -95,7 +95,7 @@ def test_the_meter_measures_and_prints_periodically() -> None:
     ]
 
 
-def test_no_line_is_the_one_before() -> None:
+def test_no_line_repeats_the_previous_one() -> None:
     """No line repeats the previous one: while the speed is unknown, the elapsed time differs."""
     clock, out = Clock(), io.StringIO()
     with ProgressMeter(Console(file=out, width=200), [job := WorkItem("only", "train", 100)], clock=clock) as meter:

@@ -143,7 +143,7 @@ def _time_rounds(
         for name in list(times):
             try:
                 taken = time_passes(problem, found[name], repeats[name])
-            except Exception as failure:  # most likely out of memory: the gate used a smaller size
+            except Exception as failure:  # probably out of memory, because the gate used a smaller size
                 verdicts[name] = GateResult(verdicts[name].errors, format_exception(failure))
                 del times[name]
                 continue

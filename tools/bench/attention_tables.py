@@ -36,7 +36,7 @@ def render_markdown_table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def format_measured_line(result: dict[str, Any]) -> str:
-    """Format a record's place, date and versions in one line."""
+    """Format the date, machine, versions and command of a record in one line."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return f"{result['date']}, {result['machine']}; {versions}; `{result['command']}`."
 

@@ -158,7 +158,7 @@ def format_page(measured: list[Measurement], shares: dict[str, Any], origin: str
 
 
 def main() -> None:
-    """Train and evaluate whatever is missing, and write the record."""
+    """Train and evaluate missing runs, and write the record."""
     parser = ToolParser(description=__doc__.partition("\n")[0])
     parser.add_argument("source", type=Path, help="corpus folder with the splits train, valid and test")
     parser.add_argument("folder", type=Path, help="folder of the corpora and runs")

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Trainings with CUDA graphs beside the same trainings launched kernel by kernel: equal numbers, time, memory.
+"""Compare runs with and without CUDA graphs: equality of results, time and memory.
 
     python tools/bench/graph_training.py --json docs/results/graph_training.json
 
-Each case trains twice from the same seed in this process, with `cuda_graph: off` and `on`, over what surrounds the
-graphs in `./deepy.py train`: DeepSpeed's optimizers with ZeRO 0, 1 and 2, loss scaling, accumulation, recomputation.
-Losses of all steps and the float32 masters after the last are compared bit for bit. Times are of whole steps, and wait
-for the device; the first steps, in which kernels are compiled and graphs are tried, do not count. The peak memory
-of the run without graphs is recorded beside the estimate of `./deepy.py plan`. The exit code is 1 if a case fails or
-differs.
+Each case trains twice from the same seed in this process, with `cuda_graph: off` and `on`. The cases cover the code
+that surrounds the graphs in `./deepy.py train`: DeepSpeed's optimizers with ZeRO 0, 1 and 2, loss scaling, accumulation
+and recomputation. The losses of all steps, and the float32 masters after the last step, are compared bit for bit. Times
+are those of whole steps with synchronization, without the first steps, in which kernels are compiled and graphs are
+tried. The peak memory of the run without graphs is recorded with the estimate of `./deepy.py plan`. The exit code is 1
+if a case fails or differs.
 """
 
 import argparse
@@ -50,9 +50,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp16": ("kerple_log", {"precision": "fp16", "gradient_accumulation_steps": 2}),
     "fp32_recomputation": ("kerple_log", {"precision": "fp32", "checkpoint_activations": True, "z_loss": 1e-4}),
 }
-"""Overlay of each case, and its keys."""
+"""Overlay and configuration keys of each case."""
 MODELS = {"tiny": (2, 64, 4), "125M": (12, 768, 12), "350M": (24, 1024, 16)}
-"""Layers, width and heads."""
+"""Layers, width and heads of each model."""
 
 
 def build_config(case: str, mode: str, model: str, length: int, batch: int, corpus: Path) -> Any:
@@ -75,7 +75,7 @@ def build_config(case: str, mode: str, model: str, length: int, batch: int, corp
 
 
 def train(config: Any, steps: int) -> dict[str, Any]:
-    """Train some steps. Return losses and masters of the run, and its times and memory."""
+    """Train for a number of steps. Return the losses, masters, times and memory of the run."""
     import torch
 
     from megatron.checkpoint.engine_state import list_optimizer_shards
@@ -138,13 +138,13 @@ def train(config: Any, steps: int) -> dict[str, Any]:
 
 
 def compare(case: str, model: str, length: int, batch: int, steps: int, corpus: Path) -> dict[str, Any]:
-    """Train a case in both ways and return its record."""
+    """Train a case with and without CUDA graphs, and return its record."""
     import torch
 
     head = {"case": case, "model": model, "T": length, "B": batch, "steps": steps}
     try:
         eager, graphs = (train(build_config(case, mode, model, length, batch, corpus), steps) for mode in ("off", "on"))
-    except Exception as failure:  # the others still count
+    except Exception as failure:  # continue with the other cases
         return {**head, "failure": f"{type(failure).__name__}: {failure}".splitlines()[0]}
     is_equal = eager["losses"] == graphs["losses"] and all(
         torch.equal(master, graphs["masters"][name]) for name, master in eager["masters"].items()
@@ -168,9 +168,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", type=comma_separated(CASES), default=",".join(CASES))
     parser.add_argument("--model", choices=MODELS, default="350M")
     parser.add_argument("--length", type=int_at_least(16), default=512)
-    parser.add_argument("--batch", type=int_at_least(1), default=1, help="sequences of a micro-batch")
-    parser.add_argument("--steps", type=int_at_least(1), default=10, help="that count")
-    parser.add_argument("--json", type=parse_output_path, help="write the records here")
+    parser.add_argument("--batch", type=int_at_least(1), default=1, help="sequences per micro-batch")
+    parser.add_argument("--steps", type=int_at_least(1), default=10, help="number of timed steps")
+    parser.add_argument("--json", type=parse_output_path, help="output file of the records")
     return parser.parse_args()
 
 
@@ -194,7 +194,7 @@ def main() -> None:
             if "failure" in record:
                 print(f"{case:<20} failed: {record['failure']}", flush=True)
             else:
-                times = f"{record['eager_ms']:>8.2f} ms → {record['graph_ms']:>8.2f} ms a step"
+                times = f"{record['eager_ms']:>8.2f} ms → {record['graph_ms']:>8.2f} ms per step"
                 memory = f"{record['eager_reserved_gb']} → {record['graph_reserved_gb']} GB reserved"
                 print(f"{case:<20} {times}   {memory}   {'equal' if record['equal'] else 'DIFFERENT'}", flush=True)
             if arguments.json:

@@ -149,7 +149,7 @@ class StepMeter:
         self.counts.append({**asdict(done), "all_launches": done.all_launches})
 
     def summarize(self) -> dict[str, Any]:
-        """Return medians, times in milliseconds."""
+        """Return medians; times are in milliseconds."""
         counts = {name: statistics.median_low([c[name] for c in self.counts]) for name in self.counts[0]}
         return {
             "cpu_ms": round(statistics.median(self.cpu), 2),

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Measure how many clocks of a multiprocessor single instructions take, which counted instructions are weighted with.
+"""Measure the clocks of a multiprocessor per instruction, to weight counted instructions.
 
     python tools/bench/instruction_rates.py --json rates.json
 
 Each kernel (`cuda/instruction_rates.h`) issues one instruction from 4, 8 or 16 warps of every multiprocessor, in
-sixteen independent chains. A record has the clocks per instruction of a warp, the median over multiprocessors.
+sixteen independent chains. A record contains the clocks per warp instruction, as the median over multiprocessors.
 """
 
 import argparse
@@ -40,14 +40,14 @@ INSTRUCTIONS = {
     "LOAD_4": "ld.shared, 4 bytes",
     "LOAD_16": "ld.shared, 16 bytes",
 }
-"""Instructions by their name in the header."""
+"""Instructions by name in the header."""
 WARPS = (4, 8, 16)
 CHAINS, REPEATS, MEMORY_BYTES = 16, 256, 16384
 """Constants of the header instruction_rates.h: independent chains, repetitions, and bytes of shared memory."""
 
 
 class RateArgs(ctypes.Structure):
-    """Arguments of the kernels, as the header declares them."""
+    """Arguments of the kernels, as declared in the header."""
 
     _fields_ = (("clocks", ctypes.c_void_p), ("sums", ctypes.c_void_p))
 
@@ -64,11 +64,11 @@ def measure_rate(instruction: str, warps: int) -> dict[str, Any]:
         blocks = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         clocks = torch.zeros(blocks, dtype=torch.int64, device="cuda")
         sums = torch.zeros(blocks, dtype=torch.float32, device="cuda")
-        for _ in range(2):  # the first one loads the code
+        for _ in range(2):  # the first launch loads the code
             arguments = RateArgs(clocks.data_ptr(), sums.data_ptr())
             launch_kernel(build_kernel(instruction, warps), (1, blocks), arguments)
         taken = statistics.median(clocks.tolist())
-    except Exception as failure:  # the other instructions still count
+    except Exception as failure:  # continue with the other instructions
         return {**record, "refusal": format_exception(failure)}
     return {**record, "clocks": round(taken / (CHAINS * REPEATS * warps), 3)}
 
@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.device == "cpu":
-        records = [{"op": "instruction_rate", "peer": "all", "refusal": "a CPU has none of these instructions"}]
+        records = [{"op": "instruction_rate", "peer": "all", "refusal": "requires a CUDA device"}]
     else:
         records = [measure_rate(instruction, warps) for instruction in INSTRUCTIONS for warps in WARPS]
     for record in records:

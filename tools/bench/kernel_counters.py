@@ -3,13 +3,14 @@
 
     python tools/bench/kernel_counters.py --json counters.json
 
-Runs itself under ncu with one forward and backward pass of CDAPE's attention and of a learned bias, at the shapes of
-350M. Each kernel gets a record: its time, its instructions, those of the load/store and the tensor pipes, the
-wavefronts of shared memory and how many are bank conflicts, and the bytes of device memory. Counts are also given per
-causal score position, in clocks of a multiprocessor: issue slots over four schedulers, wavefronts over one pipe.
-`instructions.py` predicts these numbers.
+The tool runs itself under ncu with one forward and backward pass of CDAPE's attention and of attention with a learned
+bias, at the shapes of the 350M model. The record of a kernel contains its time, all instructions, instructions of the
+load/store and tensor pipes, wavefronts of shared memory, those caused by bank conflicts, and bytes of device memory.
+Counts are also given in clocks of a multiprocessor per causal score position: issue slots divided by four schedulers,
+wavefronts by one pipe.
+`tools/bench/instructions.py` predicts these numbers.
 
-If ncu is missing or the driver does not permit counters, one line and the record say so, and the exit code is 0.
+If ncu is missing, or the driver does not permit counters, the tool prints and records the reason, and exits with 0.
 """
 
 import argparse
@@ -54,9 +55,9 @@ METRICS = {
     "dram__bytes.sum": "bytes",
     "launch__registers_per_thread": "registers",
 }
-"""Field of a record by ncu's name of the counter."""
+"""Record fields by the names of ncu's counters."""
 FEWER_METRICS = ("gpu__time_duration.sum", "sm__cycles_elapsed.max", "smsp__inst_issued.sum", "dram__bytes.sum")
-"""Counters that every version has, if one of the others is unknown."""
+"""Counters that every version supports, used if one of the others is unknown."""
 FOLDERS = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")
 NO_PERMISSION = "ERR_NVGPUCTRPERM"
 SCHEDULERS = 4
@@ -74,7 +75,7 @@ def find_ncu() -> str | None:
 
 
 def run_counted_pass(fields: dict[str, Any]) -> None:
-    """Run a forward and backward pass, between the calls that ncu waits for."""
+    """Run a forward and backward pass between the calls that start and stop ncu's profiler."""
     problem = AttentionProblem(**{**fields, "dtype": getattr(torch, fields["dtype"])})
     attend, wanted = build_peers(problem)["triton"], problem.parameters()
 
@@ -82,7 +83,7 @@ def run_counted_pass(fields: dict[str, Any]) -> None:
         leaves = problem.inputs()
         torch.autograd.grad(attend(*leaves), [*leaves, *wanted], problem.output_gradient(), allow_unused=True)
 
-    for _ in range(2):  # compiles, and fills caches of the host
+    for _ in range(2):  # warm-up: compiles kernels and fills host caches
         run()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
@@ -92,7 +93,7 @@ def run_counted_pass(fields: dict[str, Any]) -> None:
 
 
 def read_counters(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the kernels of ncu's CSV output, with one row for each counter of a kernel or one row for each kernel."""
+    """Yield the kernels of ncu's CSV output, which has one row per counter or one row per kernel."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(lines))
     kernels: dict[str, dict[str, Any]] = {}
@@ -109,7 +110,7 @@ def read_counters(text: str) -> Iterator[dict[str, Any]]:
 
 
 def count_problem(problem: dict[str, Any], ncu: str, seconds: int) -> list[dict[str, Any]]:
-    """Return the records of a problem's kernels, or one with the reason why there are none."""
+    """Return the records of a problem's kernels, or a single record with the reason why there are none."""
     head = {"op": "counters", "peer": problem["op"], **{x: problem[y] for x, y in zip("BHTd", SIZES, strict=True)}}
     reason = "no output"
     for metrics in (tuple(METRICS), FEWER_METRICS):
@@ -136,7 +137,7 @@ SIZES = ("batch", "heads", "length", "dim")
 
 
 def summarize_kernel(kernel: dict[str, Any], problem: dict[str, Any]) -> dict[str, Any]:
-    """Return a kernel's record, with its clocks per causal score position of all heads."""
+    """Return a kernel's record with its clocks per causal score position over all heads."""
     positions = problem["batch"] * problem["length"] * (problem["length"] + 1) // 2
     found = {**kernel, "kernel": kernel["kernel"][:110]}
     for field, units in (("issued", SCHEDULERS), ("load_store", 1), ("shared_wavefronts", 1)):

@@ -55,7 +55,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """Run, and the rank of it to measure."""
+    """Run and the rank to measure."""
 
     configs: str
     """Names of overlays, as on the command line."""

@@ -102,10 +102,10 @@ OPS = {"cdape": [name for name in CANDIDATES if not name.startswith("bias")],
 
 def install_tiles(tiles: dict[str, Tile]) -> None:
     """Make the drivers use these tiles for all shapes; the dictionary may change later."""
-    chunks.processor_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
-    head_products.attend_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
-    triton_mixer.heads_tile = lambda *shape: tiles["heads"]  # type: ignore[assignment]
-    head_products.product_tile = lambda *shape: tiles["product"]  # type: ignore[assignment]
+    chunks.choose_processor_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
+    head_products.choose_attend_tile = lambda kernel, *shape: tiles[kernel]  # type: ignore[assignment]
+    triton_mixer.choose_heads_tile = lambda *shape: tiles["heads"]  # type: ignore[assignment]
+    head_products.choose_product_tile = lambda *shape: tiles["product"]  # type: ignore[assignment]
 
     def choose(*shape: object) -> OpTiles:
         return OpTiles(tiles["bias_fwd"], tiles["bias_bwd_dq"], tiles["bias_bwd_dkdv"])
@@ -133,7 +133,7 @@ def compile_candidates(tiles: dict[str, Tile], run: Callable[[str, int, int], No
 
 
 def measure_kernels(run: Callable[[], None]) -> dict[str, float]:
-    """Return the median microseconds of each kernel that runs on a GPU, by its name; of none on a CPU."""
+    """Return the median time of each kernel on a GPU, in microseconds, by name; empty on a CPU."""
     if not torch.cuda.is_available():
         run()
         return {}
@@ -196,7 +196,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--place", type=int, default=0, help="internal")
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not is_interpreted():
-        parser.error("no CUDA device is here; TRITON_INTERPRET=1 tries the tiles on a CPU, untimed")
+        parser.error("no CUDA device found; TRITON_INTERPRET=1 runs the tiles on a CPU without timing")
     return arguments
 
 

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Time of one training step of whole models, position methods side by side, on one device.
+"""Measure the time of a training step of whole models with several position methods, on one device.
 
     python tools/bench/train_step.py --shapes 125M:512 125M:2048 350M:512:1 --json docs/results/bench_step.json
 
-A step is forward, backward and a fused AdamW update in the compute type. The models are Farfield's (megatron-core's
-GPT with our attention), on GPUs with `sdpa` for rotary and `triton` for the others, and a GPT in plain PyTorch of the
-same shape with flash attention and rotary positions, compiled on GPUs. Rounds go through all of them in turn; medians
-and quartiles count. Memory is what a step adds to weights, gradients and optimizer state.
+A step consists of forward pass, backward pass and a fused AdamW update in the compute type. Farfield's models
+(megatron-core's GPT with our attention) use `sdpa` for rotary and `triton` for the others on GPUs. They are compared
+with a GPT of the same shape in plain PyTorch, with flash attention and rotary positions, compiled on GPUs. Each round
+runs one step of every model. Results are medians and quartiles. Memory is the memory that a step adds to weights,
+gradients and optimizer states.
 
 `kerple_log_graph`, `cdape_graph` and `cdape_triton_graph` replay forward and backward as CUDA graphs, as `./deepy.py
 train` does with `cuda_graph: on`, beside the same methods launched kernel by kernel:
 
     python tools/bench/train_step.py --shapes 350M:512:1 350M:512:4 --methods kerple_log kerple_log_graph
 
-`--layer` takes one layer of the model instead, forward and backward from hidden states to hidden states, which fits
-where the output layer's logits do not. Records state failures, and the exit code is then 1. Ctrl-C ends it with
-what the rounds so far have measured.
+`--layer` measures the forward and backward pass of a single layer instead, for lengths at which the logits do not fit
+in memory. A model that fails is recorded with the reason, and the exit code is then 1. Ctrl-C stops the tool and keeps
+the rounds measured so far.
 """
 
 import argparse
@@ -55,7 +56,7 @@ from tools.bench.plain_gpt import PlainGPT  # noqa: E402
 from tools.bench.timing import compute_quartiles  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
 
-# layers, width, heads, as configs/model has them; "tiny" is for rehearsals
+# layers, width and heads, as in configs/model; "tiny" is for rehearsals
 MODELS = {"tiny": (2, 64, 4), "125M": (12, 768, 12), "350M": (24, 1024, 16)}
 VOCABULARY_SIZE = 50304
 CDAPE = {"score_processor": "cdape", "pos_emb_per_layer": True}
@@ -104,7 +105,7 @@ class StepProblem:
 
 @dataclass
 class Candidate:
-    """Model with its measurements, or the reason why it has no more."""
+    """Model with its measurements, or the reason why it failed."""
 
     step: StepFunction | None = None
     flops: float = 0.0
@@ -142,7 +143,7 @@ def build_farfield(problem: StepProblem, peer: str) -> Candidate:
 
 
 def _launch_as_graphs(gpt: torch.nn.Module) -> Callable[..., torch.Tensor]:
-    """Return the model, which captures its first micro-batch and replays it from then on."""
+    """Return a function that captures the model's first micro-batch as CUDA graphs, and replays them for later ones."""
     gpt.train()
     captured: list[GraphedModel] = []
 
@@ -230,7 +231,7 @@ def build_candidates(problem: StepProblem, names: list[str]) -> dict[str, Candid
 
 def benchmark_problem(problem: StepProblem, rounds: int, names: list[str]) -> list[dict[str, Any]]:
     """Return one record per candidate. Records of an interrupted problem have `cut`."""
-    torch.compiler.reset()  # every shape is compiled for itself
+    torch.compiler.reset()  # each shape is compiled separately
     found = build_candidates(problem, names)
     cut = False
     try:
@@ -240,7 +241,7 @@ def benchmark_problem(problem: StepProblem, rounds: int, names: list[str]) -> li
                     _time_step(problem, candidate)
     except KeyboardInterrupt:
         cut = True
-    for candidate in found.values():  # where it was cut while warming up, the last of that is what there is
+    for candidate in found.values():  # if interrupted during warm-up, the last warm-up time is used
         candidate.seconds = candidate.seconds[NUM_WARMUP_ROUNDS:] or candidate.seconds[-1:]
     records = [_build_record(problem, name, found) | ({"cut": True} if cut else {}) for name in found]
     for record in records:
@@ -260,7 +261,7 @@ def _time_step(problem: StepProblem, candidate: Candidate) -> None:
         candidate.step()
         if problem.cuda:
             torch.cuda.synchronize()
-    except Exception as failure:  # out of memory, or refused by a compiler
+    except Exception as failure:  # out of memory, or a compiler error
         candidate.refusal = format_exception(failure)
         return
     candidate.seconds.append(time.perf_counter() - start_time)
@@ -282,7 +283,9 @@ def _build_record(problem: StepProblem, name: str, found: dict[str, Candidate]) 
     ratios = {}
     for other in ("rotary", "kerple_log", "plain"):
         if other in found and found[other].refusal is None and found[other].seconds:
-            pairs = zip(candidate.seconds, found[other].seconds, strict=False)  # in a round that was cut, one has less
+            pairs = zip(
+                candidate.seconds, found[other].seconds, strict=False
+            )  # in an interrupted round, one list is shorter
             ratios[f"ratio_to_{other}"] = round(statistics.median(t / o for t, o in pairs), 4)
     whole = {"tflops": round(tflops, 3), "mfu": None if peak is None else round(tflops / peak, 4)}
     return {
@@ -294,7 +297,7 @@ def _build_record(problem: StepProblem, name: str, found: dict[str, Candidate]) 
 
 
 def format_console_line(record: dict[str, Any]) -> str:
-    """Format a record as a line of the console."""
+    """Format a record as a console line."""
     head = f"{record['model']:<6} T={record['T']:<6} B={record['B']:<3} {record['peer']:<17} "
     if record["ms"] is None:
         return head + f"{'—':>10}    {record.get('refusal', 'not measured')}"
@@ -313,7 +316,7 @@ def parse_shape(text: str) -> tuple[str, int, int | None]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Run the command line."""
+    """Parse the command line."""
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", type=parse_device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -324,8 +327,10 @@ def parse_arguments() -> argparse.Namespace:
         default=[("125M", 512, None), ("125M", 2048, None), ("350M", 512, None)],
     )
     parser.add_argument("--methods", nargs="+", default=None, choices=PEERS)
-    parser.add_argument("--tokens", type=int_at_least(1), default=16384, help="tokens per step where no batch is given")
-    parser.add_argument("--layer", action="store_true", help="one layer, forward and backward")
+    parser.add_argument(
+        "--tokens", type=int_at_least(1), default=16384, help="tokens per step if a shape has no batch size"
+    )
+    parser.add_argument("--layer", action="store_true", help="measure one layer, forward and backward")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--rounds", type=int_at_least(2), default=15)
     parser.add_argument("--json", type=parse_output_path)
@@ -345,7 +350,7 @@ def main() -> None:
         problem = StepProblem(model, length, batch, arguments.dtype, arguments.device, arguments.layer)
         records = benchmark_problem(problem, arguments.rounds, arguments.methods)
         result["records"] += records
-        if arguments.json:  # after each shape: a run that is stopped leaves what it has
+        if arguments.json:  # after each shape, so that an interrupted run keeps its records
             write_record(arguments.json, result)
         if any("cut" in record for record in records):
             raise KeyboardInterrupt

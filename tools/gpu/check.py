@@ -51,12 +51,12 @@ def run_part(
     left: float = float("inf"),
     results: Path | None = None,
 ) -> dict[str, Any]:
-    """Run one part; return its records or counts, or the reason for its failure.
+    """Run one part, and return its records or counts, or the reason for its failure.
 
     Args:
         folder: folder of the part's records.
-        left: most seconds that it may take.
-        results: folder of files that the part leaves beside the record; `folder` if None.
+        left: remaining time in seconds.
+        results: folder for additional files of the part; `folder` if None.
     """
     if lacking := list_missing(part.needs):
         return {"exit": f"not run: needs {', '.join(lacking)}", "seconds": 0.0}
@@ -113,7 +113,7 @@ def _run_command(command: list[str], environment: dict[str, str], seconds: float
 
 @contextmanager
 def _defer_interrupts() -> Iterator[list[int]]:
-    """Append Ctrl-C to the list instead of raising it."""
+    """Record Ctrl-C in a list instead of raising KeyboardInterrupt, inside the context."""
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
@@ -188,7 +188,7 @@ def run_parts(
         max_seconds: time limit of all parts together on a GPU.
         render: function that renders the page.
         header: further fields of the file.
-        kept: results of parts that an earlier record has and that are not run.
+        kept: results of an earlier record for parts that are not run.
     """
     result: dict[str, Any] = {
         **collect_provenance(script, "cpu" if rehearsal else "cuda"),
@@ -212,7 +212,7 @@ def run_parts(
 def report_check(result: dict[str, Any], path: Path) -> int:
     """Print the goals that were met; return 0 if every part exited with 0, else 1."""
     for goal, measured, wanted, met in check_goals(result):
-        print(f"{goal}: {measured}; wanted {wanted}: {met or 'for information'}")
+        print(f"{goal}: {measured}; goal {wanted}: {met or 'for information'}")
     print(f"written: {path} and {path.with_suffix('.md')}")
     return get_exit_code(result)
 

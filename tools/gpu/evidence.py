@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Train and evaluate the methods of configs/evidence.yml on one GPU, one after the other, as far as the time goes.
+"""Train and evaluate the methods of configs/evidence.yml on one GPU, one after another, within a time limit.
 
     python tools/gpu/evidence.py --seconds 600 --json evidence.json
 
-A run starts only if its estimate fits the time that is left: the steps' time by `./deepy.py plan` at `FIRST_MFU` and
-the time around them, corrected by the runs that this process has finished. The runs are members of an ordinary sweep,
-in the order of its file. A finished run leaves its records in `sweep.records` (docs/results/evidence) and is not
-trained again, so the next visit begins with the first run without records.
+A run starts only if its estimated time fits in the remaining time. The estimate is the time of the steps by `./deepy.py
+plan` at `FIRST_MFU` plus `START_SECONDS`, corrected by the runs that this process has finished. Runs are members of an
+ordinary sweep, in the order of its file. A finished run saves its records to `sweep.records` (docs/results/evidence)
+and is not trained again, so the next visit begins with the first run without records.
 
-After each run the JSON file has its seconds and perplexities, and `--archive` has the records of all runs in one file:
-unpack it into docs/results. The corpus is unpacked from data/evidence.tar.xz if it is missing (`evidence_corpus.py`).
+After each run its seconds and perplexities are added to the JSON file, and its records to the archive `--archive`.
+Unpack the archive into docs/results. A missing corpus is unpacked from data/evidence.tar.xz (`evidence_corpus.py`).
 `--rehearse` trains two tiny models on a tiny corpus on a CPU, in a temporary folder.
 """
 
@@ -48,11 +48,11 @@ from tools.records import collect_provenance, write_record  # noqa: E402
 SWEEP = "evidence"
 CORPUS = ROOT / "data/evidence"
 FIRST_MFU = 0.1
-"""Fraction of the peak that the first run is assumed to reach: 125M reached 0.14 to 0.20 on an H200 (docs/gpu.md)."""
+"""Assumed MFU of the first run. 125M reached 0.14 to 0.20 on an H200 (docs/gpu.md)."""
 START_SECONDS = 75.0
-"""Assumed time of a run outside its steps: start, self-check, compilation, evaluation."""
+"""Assumed time of a run outside its steps in seconds: startup, self-check, compilation, evaluation."""
 STOP_SECONDS = 15.0
-"""Time for a run that exceeds the limit to stop."""
+"""Time in seconds that a run gets to stop after the time limit."""
 REHEARSED_KEYS = (
     *("num_layers=1", "hidden_size=32", "num_attention_heads=2", "seq_length=16", "max_position_embeddings=16"),
     *("train_iters=4", "train_micro_batch_size_per_gpu=2", "eval_interval=2", "eval_iters=1", "checkpoint_factor=4"),
@@ -65,14 +65,14 @@ REHEARSED_VARIANTS = "sweep.variants={rotary: {pos_emb: rotary}, fox: {pos_emb: 
 
 @dataclass
 class Estimator:
-    """Estimates of the runs' seconds, corrected by those of finished runs."""
+    """Estimator of run times, corrected by the times of finished runs."""
 
     cluster: Cluster
     ratios: list[float] = field(default_factory=list)
-    """Measured over planned seconds of finished runs."""
+    """Ratios of measured to planned times of finished runs."""
 
     def plan_seconds(self, member: SweepMember) -> float:
-        """Return a run's seconds by `plan` and `START_SECONDS`."""
+        """Return the planned time of a run in seconds: its steps, and `START_SECONDS`."""
         backends = make_plan(member.config, VOCABULARY_SIZE, self.cluster).estimate_backends()
         # The self-check chooses the backend on the GPU; kernels are faster than row blocks if they support the method.
         chosen = backends.get("triton", backends["auto"])
@@ -80,12 +80,12 @@ class Estimator:
         return START_SECONDS + step * member.config.training.train_iters
 
     def estimate_seconds(self, member: SweepMember) -> float:
-        """Return a run's estimate: as planned, or as the slowest finished run compared with its plan."""
+        """Return the estimated time of a run in seconds: the planned time times the largest ratio of finished runs."""
         return self.plan_seconds(member) * max(self.ratios, default=1.0)
 
 
 def build_cluster(device: str) -> Cluster:
-    """Return one GPU of this machine's kind, or an H200 if it is unknown."""
+    """Return a cluster of one GPU like this machine's, or an H200 if the GPU is unknown."""
     name = ""
     if device == "cuda":
         import torch
@@ -107,7 +107,7 @@ def unpack_corpus(folder: Path) -> None:
         return
     if not archive.is_file():
         sys.exit(
-            f"error: {archive} not found; make it with tools/gpu/evidence_corpus.py, on a machine with the packages"
+            f"error: {archive} not found; create it with tools/gpu/evidence_corpus.py on a machine with the packages"
         )
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
         try:
@@ -159,7 +159,7 @@ def pack_records(folder: Path, archive: Path) -> None:
 
 
 def summarize_run(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a run's scores by method and length, and its training cost."""
+    """Return the scores of a run by method and length, and its training cost."""
     scores: dict[str, dict[str, float]] = {}
     for row in rows:
         if row.get("perplexity") is not None:
@@ -169,7 +169,7 @@ def summarize_run(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_evidence(files: Sequence[str], arguments: argparse.Namespace, archive: Path | None) -> list[dict[str, Any]]:
-    """Run the members without records, as far as the time goes, and write the JSON file after each.
+    """Run the members without records within the time limit, and write the JSON file after each.
 
     Returns:
         The record of each member.
@@ -209,7 +209,7 @@ def run_evidence(files: Sequence[str], arguments: argparse.Namespace, archive: P
 
 
 def format_console_line(record: dict[str, Any]) -> str:
-    """Format a record as a line of the console."""
+    """Format a record as a console line."""
     head = f"{record['peer']:<18} seed {record['seed']} "
     if "refusal" in record:
         return head + f"not finished: {record['refusal']}"
@@ -226,7 +226,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=parse_output_path, help="output file of the records")
     parser.add_argument("--archive", type=parse_output_path, help="output file with the saved records of all runs")
     parser.add_argument("--rehearse", action="store_true", help="two tiny runs on a CPU")
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changed keys, as of ./deepy.py sweep")
+    parser.add_argument(
+        "keys", nargs="*", metavar="KEY=VALUE", help="configuration keys to override, as for ./deepy.py sweep"
+    )
     arguments = parser.parse_args()
     if wrong := next((key for key in arguments.keys if "=" not in key), None):
         parser.error(f"{wrong!r} is not of the form KEY=VALUE")
@@ -241,7 +243,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    os.chdir(ROOT)  # where the runs, which are processes of their own, find the paths of the sweep
+    os.chdir(ROOT)  # the runs are separate processes, which resolve the sweep's paths here
     files = [SWEEP, *arguments.keys]
     with ExitStack() as stack:
         if arguments.rehearse:

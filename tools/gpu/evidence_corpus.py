@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pack the corpus of the evidence runs: sources and documentation of installed Python packages, in one file.
+"""Pack the corpus of the evidence runs, source code and documentation of installed Python packages, into one file.
 
     python tools/gpu/evidence_corpus.py
 
@@ -7,11 +7,11 @@ collects the text files of `PACKAGES` from this environment (the versions of con
 byte-level BPE of 8,192 tokens, and writes
 
     data/evidence                        the corpus folder, as `./deepy.py prepare` makes it
-    data/evidence.tar.xz                 the same, packed to travel to a machine without a network
+    data/evidence.tar.xz                 the same folder, packed for a machine without a network
     docs/results/evidence_corpus.json    packages, versions, licenses, files and bytes, tokens, and checksums
 
-All packages have permissive licenses, or the MPL; the record names each. Nothing is downloaded. The same versions give
-the same bytes: documents are sorted, the split has a fixed seed, and the archive has no times and owners.
+All packages have permissive licenses or the MPL; the record lists them. Nothing is downloaded. The same versions
+produce the same bytes: documents are sorted, the split has a fixed seed, and the archive contains no times or owners.
 """
 
 import hashlib
@@ -35,17 +35,17 @@ PACKAGES = (
     *("ipython", "joblib", "lm_eval", "matplotlib", "mpmath", "mypy", "networkx", "nltk", "numpy", "pip", "pydantic"),
     *("pytest", "rich", "scikit-learn", "setuptools", "sympy", "tornado", "triton"),
 )
-"""Packages with permissive licenses or the MPL; constraints.txt pins their versions, except that of pip. Their archive
-leaves room for the wheels that travel with it."""
+"""Packages with permissive licenses or the MPL. constraints.txt pins their versions, except pip's. Their archive is
+small enough to be copied together with the required wheels."""
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
 MIN_BYTES, MAX_BYTES = 1_000, 400_000
-"""Size of a document. Longer files are tables and generated code."""
+"""Minimum and maximum size of a document, in bytes. Longer files are tables and generated code."""
 PERMITTED = re.compile(r"\b(apache|0?bsd|mit|mpl|psf|python software foundation|isc|zlib)\b", re.IGNORECASE)
-"""Words of licenses that permit copies of the texts: permissive ones, and the MPL, whose terms stay with its files."""
+"""Names of licenses that permit copying the texts: permissive ones, and the MPL, whose terms remain with its files."""
 VOCABULARY_SIZE = 8192
 MAX_ARCHIVE_BYTES = 22 << 20
 XZ_PRESET = 1
-"""Preset of the compressor. Of token ids, 4 saves a tenth more and takes three times as long."""
+"""Preset of the compressor. For token ids, preset 4 saves a tenth more and takes three times as long."""
 
 
 class Document(NamedTuple):
@@ -66,7 +66,7 @@ def read_license(package: Distribution) -> str:
 
 
 def iter_documents(package: Distribution) -> Iterator[Document]:
-    """Yield the texts of a package in the order of their paths, and its description."""
+    """Yield the texts of a package in the order of their paths, and the package's description."""
     for file in sorted(package.files or (), key=str):
         if file.suffix not in SUFFIXES or ".." in file.parts:
             continue
@@ -83,7 +83,7 @@ def iter_documents(package: Distribution) -> Iterator[Document]:
 
 
 def collect_documents(names: tuple[str, ...], output: Path) -> list[dict[str, Any]]:
-    """Write the documents of packages to a file of JSON lines, each text once.
+    """Write the documents of packages to a file of JSON lines, without duplicates.
 
     Returns:
         Name, version, license, files and bytes of each package.
@@ -132,7 +132,7 @@ def pack_folder(folder: Path, archive: Path) -> None:
 
 
 def prepare(folder: Path, packages: tuple[str, ...], documents: int | None) -> list[dict[str, Any]]:
-    """Prepare the corpus folder with the project's command. Return what `collect_documents` does."""
+    """Prepare the corpus folder with `./deepy.py prepare`. Return the result of `collect_documents`."""
     texts = folder.with_name(f"{folder.name}.jsonl")
     texts.parent.mkdir(parents=True, exist_ok=True)
     found = collect_documents(packages, texts)
@@ -147,7 +147,7 @@ def prepare(folder: Path, packages: tuple[str, ...], documents: int | None) -> l
 
 
 def describe_corpus(packages: list[dict[str, Any]], folder: Path, archive: Path) -> dict[str, Any]:
-    """Return the record of a corpus: its packages, its splits, and the archive's size and checksum."""
+    """Return the record of a corpus: packages, splits, and the archive's size and checksum."""
     content = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     return {
         "packages": packages,
@@ -161,11 +161,11 @@ def main() -> None:
     parser = ToolParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "data/evidence", help="corpus folder (data/evidence)")
     parser.add_argument("--packages", nargs="+", default=list(PACKAGES), help="packages to read, instead of all")
-    parser.add_argument("--documents", type=int_at_least(1), help="use only the first documents, up to this number")
+    parser.add_argument("--documents", type=int_at_least(1), help="maximum number of documents, counted from the first")
     parser.add_argument("--json", type=parse_output_path, default=ROOT / "docs/results/evidence_corpus.json")
     arguments = parser.parse_args()
     if arguments.output.exists():
-        parser.error(f"{arguments.output} exists; remove it, or choose another --output")
+        parser.error(f"{arguments.output} exists; remove it or choose another --output")
     found = prepare(arguments.output, tuple(arguments.packages), arguments.documents)
     archive = arguments.output.with_name(f"{arguments.output.name}.tar.xz")
     pack_folder(arguments.output, archive)

@@ -1,4 +1,4 @@
-"""Goals that must be shown on a GPU, and the page that reports which of them are met.
+"""Goals that require measurements on a GPU, and the page that reports which of them are met.
 
 Each goal reads the records of one part of `make gpu-check` (tools/gpu/parts.py). The page gives a reason for every
 missing measurement.
@@ -99,7 +99,7 @@ def _read_test_fraction(part: dict[str, Any]) -> tuple[float, str]:
 
 
 def _select_size(part: dict[str, Any], field: str, largest: bool) -> int:
-    """Return the smallest or largest value of a field. A part that ended at the smallest before its end has no largest.
+    """Return the smallest or largest value of a field. An interrupted part with a single value has no largest value.
 
     Raises:
         NotMeasured: if the value is missing.
@@ -257,10 +257,7 @@ VISIT_GOALS = (
 
 
 def check_goals(result: dict[str, Any], goals: tuple[Goal, ...] = GOALS) -> list[list[str]]:
-    """Return a row for each goal and level.
-
-    It has the goal, measurement, limit, and met, not met or the reason for no measurement.
-    """
+    """Return a row for each goal and level: goal, measurement, limit, and "met", "not met" or a reason."""
     rows = []
     for goal in goals:
         try:

@@ -52,7 +52,7 @@ BASE: dict[str, Any] = {
     "log_interval": 1,
     "eval_interval": 0,
     "eval_iters": 1,
-    "compile_regions": False,  # where kernels of Triton are counted, they are attention's alone
+    "compile_regions": False,  # so that all counted Triton kernels belong to attention
     "device": "cuda",
     "distributed_backend": "nccl",
     "num_gpus": 1,
@@ -296,7 +296,11 @@ class _MessageRecorder(logging.Handler):
         message = record.getMessage()
         if record.name.startswith("megatron.core"):
             return
-        (self.fallbacks if "left to PyTorch" in message else self.warnings).append(message)
+        (
+            self.fallbacks
+            if "falling back to PyTorch" in message or "runs without compilation" in message
+            else self.warnings
+        ).append(message)
 
 
 CPLUSPLUS_LINE = re.compile(r"^(?:\[rank\d+\]:)?\[[WE]\d{4} .*")
@@ -319,7 +323,7 @@ def _collect_messages() -> Iterator[_MessageRecorder]:
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                ignore_compiler_warnings()  # a run does so once, when it compiles
+                ignore_compiler_warnings()  # a run prints it once, when it compiles
                 yield recorder
         finally:
             sys.stderr.flush()
@@ -384,7 +388,7 @@ def find_faults(case: Case, outcome: Outcome) -> list[str]:
     if fallback is None and outcome.fallbacks:
         faults.append(f"fell back: {outcome.fallbacks[0]}")
     if fallback is not None and not any(fallback in line for line in outcome.fallbacks):
-        faults.append(f"did not report that {fallback} is left to PyTorch")
+        faults.append(f"did not report the fallback to PyTorch for {fallback}")
     if case.backend == "triton" and (outcome.triton == 0) != (fallback is not None):
-        faults.append(f"launched {outcome.triton} kernels of Triton, and said {fallback or 'nothing'}")
+        faults.append(f"launched {outcome.triton} Triton kernels, and reported {fallback or 'no fallback'}")
     return faults

@@ -64,7 +64,7 @@ class MatrixPart:
 
 
 def list_parts(features: Sequence[str] = tuple(FEATURES)) -> list[MatrixPart]:
-    """List the parts of the whole matrix, or of some features of the methods."""
+    """List the parts of the whole matrix, or those of some features."""
     ends = (0, RANKS - 1)
     layouts = list_layout_cases(REPRESENTATIVES)
     return [

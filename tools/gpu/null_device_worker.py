@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train cases on the null device, one after the other in this process: the worker of `null_device_matrix.py`.
+"""Train cases on the null device, one after another in this process: the worker of `null_device_matrix.py`.
 
     null_device_worker.py JOB RESULTS
 

@@ -31,9 +31,9 @@ HOST_TESTS = (
 )
 """Tests of `tests/kernels` that compute nothing on a device and would use up its time."""
 VISIT_SECONDS = 780
-"""Time limit of a visit's parts in seconds: fifteen minutes without a machine's start, installation and copies."""
+"""Time limit of a visit's parts in seconds: fifteen minutes minus startup, installation and copying."""
 ARCHIVE = "gpu_evidence.tar"
-"""File beside a visit's record with the records of all evidence runs; unpack it into docs/results."""
+"""Archive, next to a visit's record, with the records of all evidence runs. Unpack it into docs/results."""
 REHEARSAL_SECONDS = 900
 """Time limit of a rehearsal's part in seconds. Triton's interpreter on a busy CPU is minutes slower than a GPU."""
 
@@ -137,7 +137,7 @@ def build_profile_part(name: str, seconds: int, *options: str) -> CheckPart:
 
 
 def build_evidence_part(seconds: int, *options: str) -> CheckPart:
-    """Build the part that trains the methods of configs/evidence.yml, as far as the time goes."""
+    """Build the part that trains the methods of configs/evidence.yml in the remaining time."""
     command = ("tools/gpu/evidence.py", *options, "--seconds", "{seconds}", "--json", "{output}")
     return CheckPart(
         "evidence", seconds, (*command, "--archive", f"{{results}}/{ARCHIVE}"), (*MODEL_MODULES, "deepspeed")
@@ -157,7 +157,7 @@ def list_visit_parts() -> list[CheckPart]:
         build_attention_part("correct_bias_wide", 60, *bias, *half, "--dim", "128", "--gate-only", "--lengths", "512",
             "500", "--batch", "2", "--peers", "triton"),
         build_attention_part("correct_mixer", 60, *cdape, *half, "--gate-only", "--lengths", "512", "200", "--batch",
-            "32", *ours),  # the CUDA kernels compute batches that fill the card
+            "32", *ours),  # the CUDA kernels compute batches that occupy all multiprocessors
         build_self_check_part(45, "--methods", "cdape_fox", "--batch", "16", name="correct_gates"),
         CheckPart("counters", 90, ("tools/bench/kernel_counters.py", "--seconds", "40", "--json", "{output}")),
         build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash", "flash cudnn"),

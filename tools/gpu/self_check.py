@@ -5,7 +5,7 @@
     python tools/gpu/self_check.py --methods all --dtype bf16 fp32 --json docs/results/gpu_methods.json
 
 The check is the one that a run performs when it builds a model, repeated here without stored results. A method is an
-entry of METHODS, which need only torch and triton, or the name of a file in configs/position; each kind of its layers
+entry of METHODS, which need only torch and triton, or the name of a file in configs/position; each of its layer types
 is checked separately. `all` checks every file, including those whose names are in METHODS. A page is written beside the
 JSON file. The exit code is 1 if a kernel is rejected where it should be used.
 """
@@ -52,7 +52,7 @@ METHODS: dict[str, tuple[str, str | None]] = {
     "rotary": ("rotary", None),
     "cdape_fox": ("fox", "cdape"),
 }
-"""Encoding and processor, one pair for each kind of kernel."""
+"""Encoding and processor of each method, one method per kind of kernel."""
 DEFAULT_METHODS = ["cdape", "kerple_log", "fire", "rotary"]
 OVERLAYS = sorted(path.stem for path in (ROOT / "configs/position").glob("*.yml"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -152,7 +152,7 @@ def _build_overlay(name: str, dims: AttentionDims, length: int) -> list[LayerMet
 
 
 def check_method(name: str, dtype: str, length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Check one method at one length and data type; return one record for each kind of its layers."""
+    """Check one method at one length and data type; return one record per layer type."""
     return [_check_layer(layer, dtype, length, arguments) for layer in build_layer_methods(name, arguments, length)]
 
 
@@ -169,7 +169,9 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
     candidates = list_candidates(CHUNK_ROWS, problem.formula)
     (inputs,) = problem.list_inputs()
     left = {backend: describe_fallback(candidates[backend], inputs) for backend in candidates}
-    trials = [BackendTrial(backend, f"leaves {why} to row blocks") for backend, why in left.items() if why is not None]
+    trials = [
+        BackendTrial(backend, f"falls back to row blocks for {why}") for backend, why in left.items() if why is not None
+    ]
     tried = {backend: candidates[backend] for backend, why in left.items() if why is None}
     if len(candidates) == 1:  # as in a run with no alternatives
         trials = [BackendTrial(backend, "is the only supported backend, and not checked") for backend in candidates]

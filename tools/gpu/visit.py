@@ -3,10 +3,10 @@
 
     python tools/gpu/visit.py --json $OUT/gpu_visit.json            or, on a CPU,    --rehearse
 
-The parts are those of `parts.list_visit_parts`, each a process with a time limit (`check.py` runs them). A part that
-the last record has, from the same machine, versions and sources, is kept instead of run again, so the next visit begins
-where the last one ended; `--again` runs all. The evidence runs come last and take the time that is left.
-`visit_page.py` renders the page beside the JSON file.
+The parts are those of `parts.list_visit_parts`, each a process with a time limit (`check.py` runs them). Parts that the
+last record contains for the same machine, versions and sources are not repeated, so a visit continues where the last
+one ended. `--again` repeats all. The evidence runs come last and use the remaining time. `visit_page.py` renders the
+page beside the JSON file.
 """
 
 import hashlib
@@ -38,9 +38,9 @@ MEASURED_SOURCES = (
     *("megatron/attention", "megatron/distributed", "megatron/kernels", "megatron/model", "megatron/position"),
     *("megatron/training", "tools/bench", "tools/gpu/parts.py", "tools/gpu/self_check.py"),
 )
-"""Folders and files that decide what the parts measure."""
+"""Folders and files with the code that the parts measure."""
 RESUMED_PARTS = ("evidence",)
-"""Parts that skip by themselves what an earlier visit has done."""
+"""Parts that themselves skip the work of earlier visits."""
 
 
 def compute_sources_digest() -> str:
@@ -56,7 +56,7 @@ def compute_sources_digest() -> str:
 def select_kept_parts(
     parts: list[CheckPart], last: dict[str, Any] | None, current: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Return the results in the last record that need not be measured again, with the date of their measurement.
+    """Return the results of the last record that need not be measured again, with their dates.
 
     Args:
         parts: parts whose results may be kept.
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="+", choices=[part.name for part in list_visit_parts()], help="run only these parts"
     )
-    parser.add_argument("--again", action="store_true", help="run parts again that the last record has")
+    parser.add_argument("--again", action="store_true", help="repeat parts that the last record contains")
     arguments = parser.parse_args()
     if lacking := list_missing(("torch", "triton")):
         parser.error(f"missing packages: {', '.join(lacking)}; pip install {' '.join(lacking)}")
@@ -99,11 +99,11 @@ def main() -> None:
     header = {"sources": compute_sources_digest()}
     kept: dict[str, dict[str, Any]] = {}
     if not arguments.rehearse:
-        # Parts that are not chosen stay in the record, which the new one replaces.
+        # The new record also keeps parts that were not chosen.
         candidates = [part for part in parts if part not in chosen] if arguments.again else parts
         kept = select_kept_parts(candidates, last, {**collect_provenance(__file__, "cuda"), **header})
     if kept:
-        print(f"kept from the last record: {', '.join(kept)}; --again measures chosen parts again")
+        print(f"kept from the last record: {', '.join(kept)}; --again repeats them")
     if all(part.name in kept for part in chosen):
         print("nothing is left to measure")
         return

@@ -1,4 +1,4 @@
-"""Page of a visit to a GPU: goals, times beside those of the last record, counters, memory, and evidence runs."""
+"""Page of a GPU visit: goals, times compared with the last record, counters, memory, and evidence runs."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ COUNTERS = {
     "shared_wavefronts_clocks": "shared memory",
     "bytes_per_position": "bytes",
 }
-"""Column of the table by field of a kernel's counters; the last four per causal score position."""
+"""Column headings by field of a kernel's counters; the last four are per causal score position."""
 
 Measurement = tuple[str, tuple[Any, ...]]
 
@@ -35,7 +35,7 @@ def list_times(result: dict[str, Any]) -> dict[Measurement, float]:
 
 
 def list_memory_lines(result: dict[str, Any]) -> list[str]:
-    """Return a table of the peak memory of whole trainings beside the estimates of `./deepy.py plan`."""
+    """Return a table of the peak memory of runs and the estimates of `./deepy.py plan`."""
     rows = [
         f"| {record['case']} | {record['model']} | {record['B']} × {record['T']} | {record['eager_peak_gb']:.2f} | "
         f"{record['planned_gb']:.2f} | {record['eager_peak_gb'] / record['planned_gb']:.3f} |"
@@ -48,7 +48,7 @@ def list_memory_lines(result: dict[str, Any]) -> list[str]:
 
 
 def list_evidence_lines(result: dict[str, Any]) -> list[str]:
-    """Return a table of the evidence runs: perplexity by length, and the seconds of each run beside its estimate."""
+    """Return a table of the evidence runs: perplexity by length, and the measured and estimated time of each run."""
     records = result["parts"].get("evidence", {}).get("records", ())
     finished = [record for record in records if record.get("perplexity")]
     lengths = sorted(
@@ -67,7 +67,7 @@ def list_evidence_lines(result: dict[str, Any]) -> list[str]:
 
 
 def format_seconds(record: dict[str, Any]) -> str:
-    """Return the seconds of a run and their estimate, or "earlier" if another visit ran it."""
+    """Return the measured and estimated time of a run, or "earlier" if another visit ran it."""
     return f"{record['seconds']:.0f} ({record['estimated_seconds']:.0f})" if "seconds" in record else "earlier"
 
 
@@ -100,10 +100,10 @@ def _format(value: float | None, how: str) -> str:
 def render_visit(result: dict[str, Any], last: dict[str, Any] | None) -> str:
     """Render the page of a visit.
 
-    It has the goals, the parts, the times beside those of the last record, counters, memory beside the plan, and the
+    It contains the goals, the parts, times and those of the last record, counters, memory and its estimates, and the
     evidence runs.
     """
-    lines = ["# A visit to a GPU", "", f"{format_provenance(result)}", ""]
+    lines = ["# GPU visit", "", f"{format_provenance(result)}", ""]
     lines += [render_markdown_table(["goal", "measured", "wanted", "met?"], check_goals(result, VISIT_GOALS)), ""]
     lines += ["| part | ended | seconds |", "|---|---|--:|"]
     for name, done in result["parts"].items():

@@ -1,12 +1,11 @@
-"""Interface of an attention backend, its capabilities as far as a method's file determines them, and document masks.
+"""Interface of attention backends, their capabilities by features of a method, and document masks.
 
 A method is described by features of its scores. A backend lists the features that it does not support, and features of
-which it requires at least one. Backends use these lists when a model is built, the configuration uses them before that,
-and the planner uses them for its columns. Limits that depend on sizes or on the machine, such as a processor's width,
-are checked by the backend.
+which it requires at least one. The configuration, the planner and the construction of a model use these lists. Limits
+that depend on sizes or on the machine, such as a processor's width, are checked by the backend.
 
-Document masks include which backends and methods compute all documents of a row at once, and masks prepared before the
-layers. This module does not import torch at run time.
+The second part defines which backends and methods compute all documents of a row at once, and prepares their masks
+before the layers. This module does not import torch at run time.
 """
 
 from __future__ import annotations
@@ -46,16 +45,14 @@ UNSUPPORTED_REASONS = {
     "sink": "it cannot add a sink to the softmax (softmax_type)",
     "stick-breaking": "it computes a softmax and not stick-breaking (softmax_type)",
 }
-"""Features of a method, and the reason given by a backend that does not support them.
+"""Features of a method, and the reason reported by a backend that does not support them.
 
-    two rotations               queries and keys are rotated again for far keys (`Encoding.far_distance`)
-    processor without kernel    a score processor without a form that kernels support
-    bias                        a term added to the scores or multiplied into them
-    matrix, kernel matrix       a bias with an entry for each row and column; kernels support the form of the second
-    contextual                  a bias that depends on the queries
-    gate                        a term per row and a term per key, computed from the layer's input
-    weight                      a matrix multiplied into the scores
-    sink                        a logit without a value, in addition to those of a row's keys
+    two rotations               queries and keys are rotated again for far keys (`Encoding.far_distance`) processor
+    without kernel    a score processor without a form that kernels support bias                        a term added to
+    the scores or multiplied into them matrix, kernel matrix       a bias with an entry for each row and column, without
+    or with a form that kernels support contextual                  a bias that depends on the queries gate
+    a term per row and a term per key, computed from the layer's input weight                      a matrix multiplied
+    into the scores sink                        a logit without a value, in addition to those of a row's keys
 """
 
 
@@ -64,9 +61,9 @@ class BackendCapabilities:
     """Capabilities of a backend.
 
     Attributes:
-        unsupported: features that the backend does not support. The first one that a method has is the reason given.
+        unsupported: features that the backend does not support. The first of them that a method has is reported.
         requires: features of which a method must have at least one, or empty.
-        requires_reason: reason given for a method with none of them.
+        requires_reason: reason reported for a method with none of them.
         graph_obstacle: why a CUDA graph cannot contain the backend's calls, or None if it can.
     """
 
@@ -156,7 +153,7 @@ def find_unsupported_method(
     """Explain why a backend does not support an encoding with these settings; None if it does.
 
     Args:
-        options: options of the encoding, as far as given.
+        options: options of the encoding; missing ones have their defaults.
     """
     features = list_score_features(
         facts.hooks,
@@ -185,11 +182,10 @@ def find_unsupported_feature(backend: str, features: Collection[str]) -> str | N
 
 
 MAX_KEYS_SAVED = 1024
-"""Maximum number of keys up to which `auto` keeps score matrices in training: for small maps this is faster than
-recomputation."""
+"""Maximum number of keys for which `auto` saves score matrices in training, which is faster than recomputing them."""
 
 MIN_ROWS_SAVED = 128
-"""Minimum number of rows per kept block without a processor: smaller blocks cost more than they save."""
+"""Minimum number of rows per saved block without a processor. Smaller blocks are slower."""
 
 
 def reads_whole_table(backend: AttentionBackend) -> bool:
@@ -197,8 +193,8 @@ def reads_whole_table(backend: AttentionBackend) -> bool:
 
     A caller can then compute the table once for several calls.
 
-    A backend declares this in its attribute of the same name. Backends in plain PyTorch do not: they sum the gradients
-    of a table in their own order, on which the bits of a training run depend.
+    A backend declares this in its attribute of the same name. Backends in plain PyTorch do not,
+    because another order of summing the table's gradients would change the bits of training runs.
     """
     return getattr(backend, "reads_whole_table", False)
 
@@ -263,8 +259,8 @@ def find_unsupported_formula(backend: str, formula: AttentionFormula) -> str | N
 
 @cache
 def warn_fallback(backend: str, reason: str) -> None:
-    """Warn that a requested backend leaves calls to row blocks: once per reason, not once per layer and step."""
-    logger.warning("attention_backend %s: %s is left to PyTorch's row blocks", backend, reason)
+    """Warn that calls of a requested backend fall back to row blocks, once per reason."""
+    logger.warning("attention_backend %s: falling back to PyTorch's row blocks for %s", backend, reason)
 
 
 class AttentionBackend(Protocol):

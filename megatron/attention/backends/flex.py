@@ -33,7 +33,7 @@ MAX_SHAPES = 4
 
 
 class FlexBackend:
-    """FlexAttention with the bias and the soft cap as its score modification.
+    """FlexAttention with the bias and the soft cap as score modification.
 
     Args:
         fallback: backend for unsupported calls.
@@ -156,9 +156,9 @@ def attend_with_flex(inputs: AttentionInputs) -> Tensor:
 def build_block_mask(
     num_rows: int, num_columns: int, offset: int, window: int | None, device: torch.device
 ) -> BlockMask:
-    """Build the block mask: which row blocks see which blocks of columns, fully or partially.
+    """Build the block mask, which states the column blocks that each row block sees fully or partially.
 
-    It is computed by arithmetic on blocks, because PyTorch's own function first builds a map of all rows and columns.
+    It is computed from block indices, because PyTorch's own function first builds a mask of all rows and columns.
 
     Args:
         num_rows, num_columns: R and C.
@@ -185,8 +185,8 @@ def build_document_mask(
     """Build the block mask of rows with several documents, without blocks of columns before a document.
 
     Args:
-        first_columns: int32 [B, R], the first column of each row's document, on the device of the mask. It never
-            decreases from row to row, so the first and the last row of a block determine what the rows between see.
+        first_columns: int32 [B, R], the first column of each row's document, on the device of the mask. It is
+            nondecreasing over the rows, so the first and last row of a block determine the columns of the others.
     """
     causal = _make_visible(offset, window)
 
@@ -217,7 +217,7 @@ def _make_visible(offset: int, window: int | None) -> Any:
 
 @lru_cache(maxsize=2 * MAX_SHAPES)
 def _find_blocks(num_rows: int, num_columns: int, offset: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """Return which row blocks see which blocks of columns partially and fully: bool [rows, columns] each."""
+    """Return masks of the column blocks that each row block sees partially, and fully: bool [rows, columns] each."""
     first_row = torch.arange(0, num_rows, BLOCK_SIZE)[:, None] + offset
     last_row = (first_row + BLOCK_SIZE).clamp(max=num_rows + offset) - 1
     first_column = torch.arange(0, num_columns, BLOCK_SIZE)[None]
@@ -226,7 +226,7 @@ def _find_blocks(num_rows: int, num_columns: int, offset: int, window: int | Non
     if window is not None:
         seen = seen & (last_column > first_row - window)
         full = full & (first_column > last_row - window)
-    # A block that extends beyond the map counts as partial: nothing may be read beyond the end of the map.
+    # A block that extends beyond the score matrix counts as partial, so that nothing outside is read.
     is_whole = (last_row - first_row == BLOCK_SIZE - 1) & (last_column - first_column == BLOCK_SIZE - 1)
     full = full & is_whole
     return seen & ~full, full

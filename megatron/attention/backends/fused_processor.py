@@ -63,7 +63,7 @@ def describe_processor_fallback(inputs: AttentionInputs) -> str | None:
 
 
 def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs, bias: Tensor | None) -> Tensor:
-    """Run a kernel on supported rows.
+    """Run a kernel on a supported call.
 
     Args:
         kernel: `cdape_attention` of a device.
@@ -77,10 +77,10 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
 
 
 def describe_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, table: ScoreTerms) -> str | None:
-    """Explain why no kernel supports these rows of a processor on gates; None if one does.
+    """Explain why no kernel supports a call of a processor with gates; None if one does.
 
     Args:
-        inputs: rows that `describe_processor_fallback` takes.
+        inputs: inputs for which `describe_processor_fallback` returns None.
         args: the kernels' arguments for these rows.
         table: the encoding's table over their distances; empty if it has none.
     """
@@ -94,7 +94,7 @@ def describe_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, 
 
 
 def run_gated_processor_kernel(inputs: AttentionInputs, args: CdapeArgs) -> Tensor:
-    """Run the kernels of a processor on gates, on supported rows."""
+    """Run the kernels of a processor with gates on a supported call."""
     from megatron.kernels.cdape_attention.gated_op import attend_with_gates
 
     assert inputs.row_bias is not None
@@ -103,7 +103,7 @@ def run_gated_processor_kernel(inputs: AttentionInputs, args: CdapeArgs) -> Tens
 
 
 def collect_kernel_args(inputs: AttentionInputs, bias: Tensor | None) -> CdapeArgs:
-    """Return the kernels' arguments for a processor with two convolutions, gathered if ZeRO-3 divides its weights."""
+    """Return the kernels' arguments for a processor with two convolutions; weights sharded by ZeRO 3 are gathered."""
     assert inputs.processor is not None
     convolutions = inputs.processor.kernel_parameters()
     assert isinstance(convolutions, ConvolutionParameters)
@@ -138,7 +138,7 @@ class NativeBackend:
         self.fallback, self.is_requested = fallback, is_requested
 
     def describe_unsupported(self, formula: AttentionFormula) -> str | None:
-        return self.describe_unsupported_formula(formula) or cpu.unavailable_reason()
+        return self.describe_unsupported_formula(formula) or cpu.describe_unavailable()
 
     @staticmethod
     def describe_unsupported_formula(formula: AttentionFormula) -> str | None:
@@ -155,7 +155,7 @@ class NativeBackend:
             if self.is_requested:
                 warn_fallback("native", reason)
             return self.fallback(inputs)
-        if cpu.unavailable_reason() is not None:
+        if cpu.describe_unavailable() is not None:
             _warn_unavailable()
             return self.fallback(inputs)
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
@@ -173,5 +173,5 @@ def _describe_fallback(inputs: AttentionInputs) -> str | None:
 @cache
 def _warn_unavailable() -> None:
     logger.warning(
-        "score processors run several times slower on this CPU without their C code: %s", cpu.unavailable_reason()
+        "score processors run several times slower on this CPU without their C code: %s", cpu.describe_unavailable()
     )

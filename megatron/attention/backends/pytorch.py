@@ -1,9 +1,7 @@
-"""Attention in plain PyTorch.
+"""Attention in plain PyTorch: the full score matrix, row blocks over their causal columns, or fused attention.
 
-It uses the full score matrix, blocks of query rows with their causal columns, or fused attention.
-
-Blocks halve the work. If they are recomputed in the backward pass, only q, k, v, the table over distances and the
-output are kept: memory linear in T. If they are kept, they take half of the memory of the whole map.
+Row blocks halve the work. If they are recomputed in the backward pass, only q, k, v, the table over distances and the
+output are saved, so memory is linear in T. If they are saved, they need half of the memory of the full score matrix.
 """
 
 from collections.abc import Callable
@@ -34,8 +32,8 @@ from megatron.position.token_range import TokenRange
 MASKED_ROWS = 512
 """Query rows per call if PyTorch needs an explicit mask.
 
-This is the case with a window, with several documents, or if the rows are not the whole sequence. In blocks, the mask
-stays linear in T, and no row is computed against keys that come after its block.
+A mask is needed with a window, with several documents, or if the rows are not the whole sequence. Computed in blocks,
+masks are linear in T, and no row is multiplied with keys after its block.
 """
 
 MAX_PACKED_HEAD_DIM = 256
@@ -43,7 +41,7 @@ MAX_PACKED_HEAD_DIM = 256
 
 
 class _GeneralBackend:
-    """Base of backends that support every method, and rows of several documents."""
+    """Base class of backends that support every method, and rows with several documents."""
 
     supports_document_starts = True
 
@@ -63,7 +61,7 @@ class ChunkedBackend(_GeneralBackend):
 
     Args:
         block_size: rows per block.
-        recompute: recompute the maps of a block in the backward pass, instead of keeping them.
+        recompute: recompute the score matrices of a block in the backward pass instead of saving them.
     """
 
     def __init__(self, block_size: int, *, recompute: bool = True) -> None:
@@ -119,7 +117,7 @@ def _recompute(function: Callable[[AttentionInputs], Tensor], inputs: AttentionI
 
 
 class RowBlockBackend(_GeneralBackend):
-    """Row blocks over their causal columns. Maps are kept for short training sequences, otherwise recomputed."""
+    """Row blocks over their causal columns. Score matrices are saved for short training sequences, else recomputed."""
 
     def __init__(self, block_size: int) -> None:
         self.recomputed = ChunkedBackend(block_size)
@@ -156,7 +154,7 @@ class SdpaBackend:
         *,
         dropout: bool,
     ) -> "PackedDocuments | list[Tensor]":
-        """Prepare the masks of rows of documents for all layers.
+        """Prepare the masks of rows with several documents for all layers.
 
         Returns the document starts of whole rows if flash attention supports them, otherwise the masks of blocks of
         rows.
@@ -201,7 +199,7 @@ class SdpaBackend:
 def _build_additive_mask(inputs: AttentionInputs) -> Tensor:
     """Return a mask [B, 1, R, C] in the type of the queries: 0 if a row sees a key, otherwise −inf.
 
-    Given a bool mask, PyTorch would build this for every call and keep it for the backward pass.
+    From a bool mask, PyTorch would build it in every call and save it for the backward pass.
     """
     return torch.zeros((), dtype=inputs.q.dtype, device=inputs.q.device).masked_fill(
         ~compute_visible_mask(inputs), float("-inf")
@@ -243,9 +241,7 @@ def has_packed_attention(like: Tensor, head_dim: int) -> bool:
 def attend_packed(inputs: AttentionInputs, documents: PackedDocuments) -> Tensor:
     """Compute the attention output [B, h, T, d] of whole rows with flash attention per document.
 
-    It uses `torch.nn.attention.varlen`.
-
-    It needs no masks, and shorter documents cost less.
+    It uses `torch.nn.attention.varlen`, which needs no masks and costs less for shorter documents.
     """
     # absent in older versions of PyTorch, which exported models may run on
     from torch.nn.attention.varlen import varlen_attn

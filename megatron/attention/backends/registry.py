@@ -13,7 +13,7 @@ from megatron.utils.errors import UserError
 logger = logging.getLogger(__name__)
 
 ROW_BLOCKS = "row blocks"
-"""Name of `auto`'s row blocks, kept or recomputed depending on their length. Users cannot request them by name."""
+"""Name of `auto`'s row blocks, saved or recomputed depending on the length. Users cannot request them by name."""
 
 CHECKED_BACKENDS = ("triton", ROW_BLOCKS, "sdpa", "flex")
 """Backends that `auto` tries on a GPU, in this order after its unchecked default. The last takes longest to compile."""
@@ -30,7 +30,7 @@ def explain_row_blocks(name: str, formula: AttentionFormula) -> str | None:
     reason = SdpaBackend().describe_unsupported(formula) if name == "auto" else None
     if reason is None:
         return None
-    return f"row blocks, kept up to {MAX_KEYS_SAVED:,} keys in training: sdpa {reason.removeprefix('it ')}"
+    return f"row blocks, saved up to {MAX_KEYS_SAVED:,} keys in training: sdpa {reason.removeprefix('it ')}"
 
 
 def get_default_backend(formula: AttentionFormula) -> str:
@@ -95,7 +95,7 @@ def describe_fallback(backend: AttentionBackend, inputs: AttentionInputs) -> str
 def is_every_op_rounded(backend: AttentionBackend, inputs: AttentionInputs) -> bool:
     """Return True if a backend stores scores, biases or values derived from them in the compute type.
 
-    Kernels round the factors of their products and their results.
+    Other backends round only the factors and the results of products.
     """
     return isinstance(backend, RowBlockBackend) or (
         isinstance(backend, TritonBackend) and not backend.is_one_kernel(inputs)

@@ -9,8 +9,8 @@
 | a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
 | a network (FIRE)     | any, or sinks | `kernels/bias` and PyTorch's row blocks                                |
 
-Conditions only known at run time fall back to PyTorch's row blocks, with a single warning. These are padding, sampled
-positions, a model moved to the CPU, dropout with a processor, and a processor's heads divided over ranks that cannot
+Some calls fall back to PyTorch's row blocks with a single warning: calls with padding or sampled positions, of a model
+moved to the CPU, with dropout and a processor, or of a processor whose heads are divided over ranks that cannot
 exchange heads for rows.
 
 h requested heads, R query rows, C key columns.
@@ -45,7 +45,7 @@ from megatron.attention.reference import compute_table, compute_visible_mask
 from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.position.base import ConvolutionParameters, FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.numerics import has_parameters_divided_by_zero_3
+from megatron.position.numerics import has_parameters_sharded_by_zero3
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange, select_heads
 
@@ -63,7 +63,7 @@ def is_triton_available() -> bool:
 
 
 class TritonBackend:
-    """The kernels of `kernels/` as a backend.
+    """Backend that runs the kernels of `megatron/kernels/`.
 
     Args:
         fallback: backend for unsupported calls, in plain PyTorch.
@@ -137,10 +137,10 @@ class TritonBackend:
 
         convolutions = [processor.kernel_parameters() for processor in processors]
         are_convolutions = all(isinstance(each, ConvolutionParameters) for each in convolutions)
-        if not are_convolutions or _describe_unfit(like) is not None:
+        if not are_convolutions or _describe_unsupported_tensor(like) is not None:
             return None
         weights = [(each.weight1, each.bias1, each.weight2, each.bias2) for each in convolutions]  # type: ignore[union-attr]
-        if any(has_parameters_divided_by_zero_3(processor) for processor in processors):
+        if any(has_parameters_sharded_by_zero3(processor) for processor in processors):
             return None  # ZeRO-3 gathers the weights of one layer at a time
         return compute_layer_terms(
             biases,
@@ -194,13 +194,13 @@ ONE_KERNEL = (KernelChoice.FUSED_BIAS, KernelChoice.FUSED_PROCESSOR, KernelChoic
 
 
 class SelectedKernel(NamedTuple):
-    """Implementation of a call, with what its selection needed."""
+    """Selected implementation of a call, with its arguments or the reason for a fallback."""
 
     choice: KernelChoice
     reason: str = ""
-    """Reason why no kernel is involved; empty if one is."""
+    """Reason why no kernel is used; empty if one is."""
     args: CdapeArgs | None = None
-    """Arguments of the kernels of a processor on gates."""
+    """Arguments of the kernels for a processor with gates."""
 
 
 def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
@@ -210,7 +210,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
         inputs: inputs of the call.
         table: the encoding's table over the distances of these rows; empty if it has none.
     """
-    fire, reason = _get_fire_parameters(inputs.encoding), _describe_unfit(inputs.q)
+    fire, reason = _get_fire_parameters(inputs.encoding), _describe_unsupported_tensor(inputs.q)
     if reason is not None:
         return SelectedKernel(KernelChoice.PYTORCH, reason)
     if inputs.query.sampled is not None:
@@ -245,7 +245,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
     return SelectedKernel(KernelChoice.FUSED_BIAS)
 
 
-def _describe_unfit(x: Tensor) -> str | None:
+def _describe_unsupported_tensor(x: Tensor) -> str | None:
     """Explain why no kernel supports a tensor's type and device; None if kernels do."""
     from megatron.kernels.runtime import DTYPES, is_interpreted
 
@@ -354,7 +354,7 @@ def compute_fire_bias(
 
 
 def use_fire_kernel(inputs: AttentionInputs, fire: FireParameters) -> AttentionInputs:
-    """Return the inputs with the bias computed by the kernel, for backends that call block by block."""
+    """Return the inputs with FIRE's bias computed by the kernel, for attention in row blocks."""
 
     def dense(query: TokenRange, key: TokenRange, like: Tensor, heads: slice) -> ScoreTerms:
         return ScoreTerms(bias=compute_fire_bias(fire, query, key, heads, torch.float32))

@@ -1,6 +1,4 @@
-"""Results of a self-check as stored in files.
-
-They are stored in the user's cache folder for later runs, and in the run folder for readers.
+"""Results of a self-check, stored in the user's cache folder for later runs and in the run folder for readers.
 
 A cache file is named by a hash of the conditions of its result (card, software, sources and the problem), and contains
 them. A damaged file, or one with other conditions, is ignored.
@@ -40,7 +38,7 @@ class BackendTrial:
     refusal: str | None = None
     """Reason why the backend is rejected; None if it is accepted."""
     is_final: bool = True
-    """True if a repetition would give the same result. False if time or memory did not suffice."""
+    """True if a repetition would give the same result; False if the check ran out of time or memory."""
     excess: Mapping[str, float] | None = None
     """Ratio of the error to the size of rounding errors, for the output and each gradient."""
     milliseconds: float | None = None
@@ -56,7 +54,7 @@ class BackendTrial:
 
     @property
     def largest_error_ratio(self) -> float:
-        """Largest ratio over all results."""
+        """Largest error ratio over all results."""
         return max((self.excess or {}).values(), default=0.0)
 
 
@@ -78,7 +76,7 @@ class CheckResult:
 
     @property
     def is_compared(self) -> bool:
-        """True if values were compared. They are not on a device that computes nothing (`megatron/rehearsal/`)."""
+        """True if values were compared; False on a null device, which computes nothing (`megatron/rehearsal/`)."""
         return all(trial.excess for trial in self.trials if trial.is_correct)
 
     def rank_backends(self) -> list[BackendTrial]:
@@ -191,7 +189,7 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
 
 
 def describe_software() -> dict[str, Any]:
-    """Describe the driver, the versions, the sources of the attention code and their switch, in JSON types."""
+    """Describe the driver, versions, attention sources and kernel switch, in JSON types."""
     try:
         driver = DRIVER_VERSION.read_text(encoding="utf-8").strip()
     except OSError:

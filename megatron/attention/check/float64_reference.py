@@ -1,4 +1,4 @@
-"""float64 reference of the self-check: the compared rows, their documents and modules, and the gradient of kernels.
+"""float64 reference of the self-check: compared rows, documents, modules, and the gradient formula of fused kernels.
 
 `attend_as_fused` is the attention formula with the gradient of fused kernels, to derive the size of their rounding
 errors. The gradient of a softmax subtracts a row's mean, Σ_j P∘dP. Fused kernels do not have P at that point and use
@@ -83,7 +83,7 @@ def count_pairs(tokens: TokenRange, window: int | None) -> int:
     return tokens.length * window
 
 
-def choose_slabs(
+def choose_row_ranges(
     segments: tuple[TokenRange, ...], rows_per_segment: int, borders: Sequence[Sequence[int]]
 ) -> Iterator[RowRange]:
     """Choose the compared rows of each segment: all rows if they are few, else first, middle and last ones.
@@ -140,11 +140,11 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 PERTURBATION = 0.1
-"""Relative change of the parameters: some start at values (zero) that would hide a wrong gradient."""
+"""Relative perturbation of the parameters. Some start values, such as zero, would hide a wrong gradient."""
 
 
 def copy_perturbed(module: ModuleT, dtype: torch.dtype, device: torch.device) -> ModuleT:
-    """Copy a module with disturbed parameters of the given type. Its tables keep their type, as in training."""
+    """Copy a module with perturbed parameters of the given type. Its tables keep their type, as in training."""
     copied = copy.deepcopy(module).to(device)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""One layer's attention at a run's shapes with random inputs, and the part of it that float64 computes too.
+"""One layer's attention at a run's shapes with random inputs, and the part of it that is also computed in float64.
 
 A backend computes all rows of a rank, as in the run. The gradient of the output is zero except for a few rows of one
 sequence, and for a few heads if nothing mixes heads. The exact outputs of these rows, and the exact gradients of all
@@ -25,7 +25,7 @@ from megatron.attention.check.float64_reference import (
     CheckedDocuments,
     RowRange,
     attend_as_fused,
-    choose_slabs,
+    choose_row_ranges,
     copy_perturbed,
     count_documents,
     count_pairs,
@@ -43,9 +43,9 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 MAX_PAIRS = 1 << 33
 """Maximum number of scores that a backend computes: about a second of row blocks with a processor on an A100."""
 MAX_EXACT_PAIRS = 1 << 24
-"""Maximum number of scores in float64: all heads of 512 rows, or the last rows of a long sequence; 128 MB each."""
+"""Maximum number of scores in float64, 128 MB: all heads of 512 rows, or the last rows of a long sequence."""
 GRADIENT_SIZE = 1 / 16
-"""Size of the output's gradient: its sums over all rows fit float16, as with a loss scale in training."""
+"""Size of the output's gradient. Its sums over all rows fit in float16, as with a loss scale in training."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class CheckProblem:
     def row_ranges(self) -> tuple[RowRange, ...]:
         """Compared rows."""
         borders = [[] if self.documents is None else self.documents.find_borders(tokens) for tokens in self.segments]
-        return tuple(choose_slabs(self.segments, self._rows_per_segment, borders))
+        return tuple(choose_row_ranges(self.segments, self._rows_per_segment, borders))
 
     @property
     def _rows_per_segment(self) -> int:
@@ -217,7 +217,7 @@ class CheckProblem:
     def _attend(
         self, compute: Callable[[AttentionInputs], Tensor], segment: int, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Compute the output of a segment's rows, in one call or document by document, as a layer of a model does."""
+        """Compute the output of a segment's rows in one call, or document by document, like a layer of a model."""
         if self.documents is None:
             return compute(self.build_inputs(segment, q, k, v))
         tokens = self.segments[segment]
@@ -228,7 +228,7 @@ class CheckProblem:
         return compute(replace(inputs, document_mask=self._get_document_mask(compute, inputs)))
 
     def _get_document_mask(self, compute: Any, inputs: AttentionInputs) -> Any:
-        """Return the mask that a backend prepares from the documents, computed once as for all layers of a model."""
+        """Return the mask that a backend prepares from the documents, computed once like in a model."""
         key = (compute, inputs.query.start)
         if key not in self._document_masks:
             assert self.documents is not None
@@ -294,7 +294,7 @@ class CheckProblem:
         return [output.detach() for output in outputs], dict(zip(names, results, strict=True))
 
     def select_results(self, outputs: list[Tensor], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
-        """Select the results that float64 computes too, by name, and return whether all other gradients are zero."""
+        """Select the results that are also computed in float64, by name; True if all other gradients are zero."""
         selected: dict[str, list[Tensor]] = {"output": [], "dq": [], "dk": [], "dv": []}
         rest = [gradients[f"dq{i}"].clone() for i in range(len(self.segments))]
         rest += [gradients[name].clone() for name in ("dk", "dv")]
@@ -387,9 +387,7 @@ class CheckProblem:
 
     @cached_property
     def logit_constants(self) -> dict[str, str]:
-        """Parameters that shift all logits of a row equally.
-
-        They come with the parameters whose gradients have the size of their errors.
+        """Parameters that shift all logits of a row equally, by name, with a parameter to scale their errors.
 
         This is the last constant of a processor, with its last weight. The exact gradient of the constant is zero,
         except with a sink, which is not shifted with the logits.

@@ -27,7 +27,7 @@ TIMING_SECONDS = 2.0
 """Time limit in seconds of all timing rounds together."""
 MAX_ROUNDS, MIN_ROUNDS = 10, 2
 CERTAIN_ERROR_RATIO = 100.0
-"""Error ratio above which a result is wrong. A result with a smaller excess is computed a second time."""
+"""Error ratio above which a result is wrong. A result with a smaller ratio above the tolerance is computed again."""
 
 
 class DeviceLostError(Exception):
@@ -55,14 +55,13 @@ def is_within_rounding(error_ratios: Mapping[str, float]) -> bool:
 
     Args:
         error_ratios: ratio of the error of each result to the size of rounding errors
-        (`ReferenceResults.compute_error_ratio`). It is
-            infinite for NaN, and if a value that must be zero is not.
+            (`ReferenceResults.compute_error_ratio`). It is infinite for NaN, and if a value that must be zero is not.
     """
     return all(ratio <= SAFETY_FACTOR for ratio in error_ratios.values())
 
 
 class ReferenceResults:
-    """Exact results of a problem, and the sizes of rounding errors in its type."""
+    """Exact results of a problem, and the sizes of rounding errors in its data type."""
 
     def __init__(self, problem: CheckProblem) -> None:
         self.problem = problem
@@ -82,18 +81,18 @@ class ReferenceResults:
             found, is_zero_elsewhere: `CheckProblem.select_results` of a backend.
             rounds_every_op: True if the backend rounds every result to the type (`registry.is_every_op_rounded`).
         """
-        kinds = {name: x.dtype for name, x in found.items()}
-        sizes = self._estimate_sizes(kinds, rounds_every_op=rounds_every_op)
+        result_dtypes = {name: x.dtype for name, x in found.items()}
+        sizes = self._estimate_sizes(result_dtypes, rounds_every_op=rounds_every_op)
         error_ratios = {
             name: compute_size_ratio(found[name].double().view_as(exact) - exact, sizes[name])
             for name, exact in self.exact.items()
         }
         return error_ratios if is_zero_elsewhere else {**error_ratios, "rows without a gradient": float("inf")}
 
-    def _estimate_sizes(self, kinds: Mapping[str, torch.dtype], *, rounds_every_op: bool) -> dict[str, Tensor]:
+    def _estimate_sizes(self, result_dtypes: Mapping[str, torch.dtype], *, rounds_every_op: bool) -> dict[str, Tensor]:
         if rounds_every_op not in self._sizes:
             sizes = estimate_rounding_sizes(
-                kinds,
+                result_dtypes,
                 self.exact,
                 self.problem.compute_exactly,
                 self.problem.dtype,
@@ -127,7 +126,7 @@ def try_backends(
     deadline = clock() + CHECK_SECONDS
     try:
         references = [ReferenceResults(problem), ReferenceResults(replace(problem, seed=problem.seed + 1))]
-        assert references[0].exact  # before any backend runs, so that a failure here is not attributed to one
+        assert references[0].exact  # before any backend runs, so that a failure here is not attributed to a backend
     except Exception as failure:  # the exact results need memory too
         why = f"was not compared: computing in float64 {_describe_failure(failure)}"
         return [BackendTrial(name, why, is_final=not is_out_of_memory(failure)) for name in backends]
@@ -229,10 +228,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Free memory held by tracebacks and by the allocator.
-
-    Each trial and the run itself then start with an empty device.
-    """
+    """Free memory held by tracebacks and by the allocator, so that the next trial starts with an empty device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

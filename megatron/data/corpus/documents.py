@@ -54,7 +54,7 @@ class CorpusDocuments:
         return sum(file.size for file in self.files)
 
     def iter_names(self) -> Iterator[str]:
-        return _take_items(self._iter_all_names(), self.limit)
+        return _limit_items(self._iter_all_names(), self.limit)
 
     def _iter_all_names(self) -> Generator[str, None, None]:
         done = 0
@@ -70,7 +70,7 @@ class CorpusDocuments:
             for file in self.files
             for document in iter_raw_documents(file, self.column, self.download_folder, self._report_download)
         )
-        return _take_items(documents, self.limit)
+        return _limit_items(documents, self.limit)
 
     def report_progress(self, stage: str, done: int) -> None:
         """Report progress in bytes of the sources."""
@@ -83,7 +83,7 @@ class CorpusDocuments:
         self.progress(f"reading ({documents:,} documents)", 0, 1)
 
 
-def _take_items(items: Generator[ItemT, None, None], limit: int | None) -> Iterator[ItemT]:
+def _limit_items(items: Generator[ItemT, None, None], limit: int | None) -> Iterator[ItemT]:
     with contextlib.closing(items):
         yield from islice(items, limit)
 

@@ -114,7 +114,7 @@ def iter_table_texts(path: Path, column: str) -> Iterator[bytes]:
             raise UserError(f"{path}: no column {column!r}; {format_choices(column, names)} (--column)")
         if not _is_text_type(table.schema.field(column).type):
             raise UserError(
-                f"{path}: column {column!r} has type {table.schema.field(column).type}, not text (--column)"
+                f"{path}: column {column!r} has type {table.schema.field(column).type}; expected text (--column)"
             )
         for batch in table.iter_batches(column):
             for value in batch.column(column).cast(pa.large_string()).cast(pa.large_binary()):

@@ -8,8 +8,8 @@
       tokenizer.json            the tokenizer's own files, which make the folder self-contained
 
 megatron-core's IndexedDatasetBuilder writes the datasets, so Megatron-LM and GPT-NeoX can read them. The folder is
-built under a temporary name and renamed when complete, so no partial corpus is ever visible. Preparing the same corpus
-again verifies every file's checksum and does nothing else.
+built under a temporary name and renamed when complete, so a corpus is never partial. Preparing the same corpus again
+only verifies the checksums of all files.
 """
 
 import contextlib
@@ -283,7 +283,7 @@ def _open_work_folder(output: Path, key: str, replaces: FolderVersion | None) ->
         ) and _can_resume(work)
 
     with (
-        describe_write_errors(output, "the corpus that"),
+        describe_write_errors(output, "corpus"),
         atomic_directory(target, replaces=replaces, key=key, should_keep_after=should_keep_after) as folder,
     ):
         work = folder.parent

@@ -1,4 +1,4 @@
-"""Recipe of a corpus: everything that determines its content, and a check for whether a folder contains it."""
+"""Recipe of a corpus, which determines its content, and checks whether a folder contains this corpus."""
 
 import hashlib
 import json
@@ -19,9 +19,9 @@ from megatron.data.corpus_metadata import (
     CorpusInfo,
     CorpusMetadata,
     check_files,
+    get_split_basename,
     read_corpus,
     read_corpus_metadata,
-    split_basename,
 )
 from megatron.data.indexed_dataset import check_dataset, open_indexed
 from megatron.data.tokenizers import TOKENIZERS, Tokenizer, load_tokenizer_from_files
@@ -39,10 +39,10 @@ LARGE_FRACTION = 0.1
 """Fraction of all text above which a single document dominates a split."""
 
 _FILE_NAMES = {CORPUS_FILE, *(name for names in TOKENIZER_FILES.values() for name in names)} | {
-    f"{split_basename(split)}{suffix}" for split in (*SPLITS, ALL_SPLITS) for suffix in (".bin", ".idx")
+    f"{get_split_basename(split)}{suffix}" for split in (*SPLITS, ALL_SPLITS) for suffix in (".bin", ".idx")
 }
 
-_BYTES_PER_WORKER = {"bytes": 1 << 28}  # below this, a further process costs more than it saves
+_BYTES_PER_WORKER = {"bytes": 1 << 28}  # with fewer bytes, another process is slower than none
 _BYTES_PER_WORKER_DEFAULT = 1 << 22
 
 
@@ -79,7 +79,7 @@ class CorpusRecipe:
         }
 
     def list_notes(self) -> list[str]:
-        """Return notes to show before the work: effects on the splits that a user may not expect."""
+        """Return notes to show before the work, about unexpected effects on the splits."""
         notes = []
         seed, default_seed = self.options.seed, CorpusOptions.model_fields["seed"].default
         undivided = self.split_fractions is None or self.split_fractions.count(0.0) == 2
@@ -90,7 +90,7 @@ class CorpusRecipe:
             return [*notes, "all documents become one dataset; training divides it by the key split"]
         total = sum(file.size for file in self.files)
         smallest = min(fraction for fraction in self.split_fractions if fraction > 0)
-        if undivided or len(self.files) == 1:  # nothing to divide, or a single text that is cut
+        if undivided or len(self.files) == 1:  # nothing to divide, or a single text, which is cut
             return notes
         return [
             f"{file.path} is one document with {100 * file.size / total:.3g}% of the text and goes to a single split; "

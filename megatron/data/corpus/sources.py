@@ -3,8 +3,8 @@
 Each source is one word on the command line:
 
 - `python`: the interpreter's standard library without its tests, about 12.6 MB of Python code that every machine has;
-  with `packages`, all installed packages too. Use `./python` for a folder of that name. The text depends on the Python
-  version;
+  with `packages`, all installed packages too. Use `./python` for a folder of that name. The text depends on the
+  version of Python;
 - `shakespeare`: 1.1 MB of Shakespeare's plays in 133 documents, included in this project. The corpus is the same on
   every machine. Use `./shakespeare` for a folder of that name;
 - a `.txt` file: one document;
@@ -260,7 +260,7 @@ def decode_document(document: RawDocument, jsonl_key: str = "text") -> str | Non
 
 
 def split_text_file(file: SourceFile, fractions: Sequence[float]) -> list[bytes]:
-    """Split a text file at line ends into consecutive slices of about the given fractions, which sum to 1."""
+    """Split a text file at line ends into consecutive slices with about the given fractions, which sum to 1."""
     try:
         content = file.path.read_bytes()
     except OSError as error:
@@ -403,7 +403,7 @@ def _decode_python(content: bytes) -> str | None:
 
 
 JSON_TYPES = {
-    dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false",
+    dict: "an object", list: "an array", str: "a string", int: "a number", float: "a number", bool: "a Boolean",
     type(None): "null",
 }  # fmt: skip
 """Names of JSON types for messages, by Python type."""
@@ -415,14 +415,16 @@ def _read_json_text(line: str, where: str, key: str) -> str:
     except ValueError as error:
         raise BadDocumentError(f"{where}: not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise BadDocumentError(f"{where}: JSON value is {JSON_TYPES[type(value)]}, not an object with the key {key!r}")
+        raise BadDocumentError(
+            f"{where}: JSON value is {JSON_TYPES[type(value)]}; expected an object with the key {key!r}"
+        )
     if key not in value:
         raise BadDocumentError(
             f"{where}: no key {key!r}; available: {', '.join(map(repr, value)) or 'none'} (--column)"
         )
     text = value[key]
     if not isinstance(text, str):
-        raise BadDocumentError(f"{where}: {key!r} is {JSON_TYPES[type(text)]}, not text")
+        raise BadDocumentError(f"{where}: {key!r} is {JSON_TYPES[type(text)]}; expected a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron.data.corpus.sources import BadDocumentError
 from megatron.data.corpus.tokenize_worker import EncodedChunk
-from megatron.data.corpus_metadata import SplitCounts, SplitName, split_basename
+from megatron.data.corpus_metadata import SplitCounts, SplitName, get_split_basename
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 
 SAVE_INTERVAL = 30.0
@@ -42,7 +42,7 @@ def read_progress(work: Path) -> dict[str, Any] | None:
         progress: dict[str, Any] = parse_json((work / PROGRESS_FILE).read_text(encoding="utf-8"))
         for name, size in progress["bytes"].items():
             count = progress["counted"][name]["documents"]
-            if (work / "new" / f"{split_basename(name)}.bin").stat().st_size < size:
+            if (work / "new" / f"{get_split_basename(name)}.bin").stat().st_size < size:
                 return None
             if (work / "lengths" / name).stat().st_size < 8 * count:
                 return None
@@ -122,7 +122,7 @@ class CorpusWriter:
             )
             builder = IndexedDatasetBuilder(os.devnull, self.dtype)  # opening the real file would empty it
             builder.data_file.close()
-            path = work / "new" / f"{split_basename(name)}.bin"
+            path = work / "new" / f"{get_split_basename(name)}.bin"
             builder.data_file = _open_truncated(path, progress["bytes"].get(name, 0))
             lengths_file = work / "lengths" / name
             self._lengths[split] = _open_truncated(lengths_file, 8 * self.split_counts[name].documents)
@@ -179,7 +179,7 @@ class CorpusWriter:
     def finish(self) -> None:
         """Write the index files."""
         for split, name in self._names.items():
-            self._builders[split].finalize(str(self._work / "new" / f"{split_basename(name)}.idx"))
+            self._builders[split].finalize(str(self._work / "new" / f"{get_split_basename(name)}.idx"))
 
     def close(self) -> None:
         """Close all files, ignoring disk errors."""

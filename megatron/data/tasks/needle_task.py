@@ -90,7 +90,7 @@ class NeedleTask(RulerTask):
         needles = self._mix_needles(generator, keys, values, others)
         haystack = insert_statements(generator, needles, length, self.noise_words)
         asked = sample_distinct(generator, count, num_asked, num_keys)
-        return self._ask(haystack, keys, values, asked)
+        return self._append_questions(haystack, keys, values, asked)
 
     def sample_batch_at_depth(self, generator: np.random.Generator, count: int, length: int, depth: float) -> TaskBatch:
         """Sample sequences with the needles of the first queried key at a depth.
@@ -111,7 +111,7 @@ class NeedleTask(RulerTask):
         ]
         rest = 1 + sample_distinct(generator, count, self.num_needle_q - 1, self.num_needle_k - 1)
         asked = np.concatenate([np.zeros((count, 1), dtype=np.int64), rest], axis=1)
-        return self._ask(np.stack(rows), keys, values, asked)
+        return self._append_questions(np.stack(rows), keys, values, asked)
 
     def _draw_words(self, generator: np.random.Generator, count: int, length: int) -> tuple[Array, Array, Array]:
         """Sample keys [B, K + D] with D distractors at the end, values [B, K·V] by key, and values of distractors."""
@@ -134,7 +134,7 @@ class NeedleTask(RulerTask):
         np.put_along_axis(placed, by_owner, np.concatenate([values, others], axis=1), axis=1)
         return np.stack([np.take_along_axis(keys, owners, axis=1), placed], axis=2)
 
-    def _ask(self, haystack: Array, keys: Array, values: Array, asked: Array) -> TaskBatch:
+    def _append_questions(self, haystack: Array, keys: Array, values: Array, asked: Array) -> TaskBatch:
         """Build sequences from haystacks [B, n] and indices of queried keys [B, Q]."""
         count, num_asked = asked.shape
         values = values.reshape(count, self.num_needle_k, self.num_needle_v)

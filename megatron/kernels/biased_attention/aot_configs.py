@@ -80,7 +80,7 @@ def _list_kernels(
             ("bwd_dkdv", _bwd_dkdv_kernel, tiles.bwd_dkdv),
         ):
             strides = () if kernel is _fwd_kernel else (STRIDE,) * 4
-            constants = dict(configs.tile_constants(tile, dim, strides, windowed=windowed))
+            constants = dict(configs.build_tile_constants(tile, dim, strides, windowed=windowed))
             if "dlse_ptr" in kernel.arg_names:
                 constants["dlse_ptr"] = None  # the logsumexp has no gradient
             if not documents:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.kernels.head_dim import head_dim_constants, pad_for_dot
+from megatron.kernels.head_dim import build_head_dim_constants, pad_for_dot
 from megatron.kernels.runtime import INPUT_PRECISION, Tile
 
 
@@ -74,7 +74,7 @@ def choose_tiles(arch: int | None, dtype: torch.dtype, head_dim: int) -> OpTiles
 
 
 @cache
-def tile_constants(tile: Tile, head_dim: int, strides: tuple[int, ...] = (), *, windowed: bool) -> dict[str, Any]:
+def build_tile_constants(tile: Tile, head_dim: int, strides: tuple[int, ...] = (), *, windowed: bool) -> dict[str, Any]:
     """Return the constants that the op's kernels share. Do not modify the result: it is cached.
 
     Args:
@@ -86,7 +86,7 @@ def tile_constants(tile: Tile, head_dim: int, strides: tuple[int, ...] = (), *, 
         **dict(zip(("Q_STRIDE", "K_STRIDE", "V_STRIDE", "DO_STRIDE"), strides, strict=False)),
         "HAS_WINDOW": windowed,
         **tile.blocks,
-        **head_dim_constants(head_dim),
+        **build_head_dim_constants(head_dim),
         "INPUT_PRECISION": INPUT_PRECISION,
     }
 

@@ -198,7 +198,7 @@ def _forward(
                 *(_build_head_rows(q), _build_head_rows(k), _build_head_rows(v), tables),
                 *(_build_head_rows(out), lse, document_starts, key_bias, sinks, sizes),
             ),
-            configs.tile_constants(tile, dim, windowed=window is not None),
+            configs.build_tile_constants(tile, dim, windowed=window is not None),
             tile.options,
         )
     return out, lse
@@ -267,7 +267,7 @@ def _backward(
                 *(q_rows, k_rows, v_rows, grad_rows, tables, dtables, _build_head_rows(out), lse, grad_lse, dq, delta),
                 *(document_starts, key_bias, sizes),
             ),
-            configs.tile_constants(tiles.bwd_dq, dim, strides, windowed=windowed),
+            configs.build_tile_constants(tiles.bwd_dq, dim, strides, windowed=windowed),
             tiles.bwd_dq.options,
         )
         launch(
@@ -277,7 +277,7 @@ def _backward(
                 *(q_rows, k_rows, v_rows, grad_rows, tables, lse, delta, dk, dv),
                 *(document_starts, key_bias, dkey_bias, sizes),
             ),
-            configs.tile_constants(tiles.bwd_dkdv, dim, strides, windowed=windowed),
+            configs.build_tile_constants(tiles.bwd_dkdv, dim, strides, windowed=windowed),
             tiles.bwd_dkdv.options,
         )
     dbias = dbias_sums.sum((0, 2)) if dbias_sums is not None and bias_is_own else None

@@ -11,14 +11,14 @@ import torch
 from megatron.kernels.cdape_attention import partial_sums
 from megatron.kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from megatron.kernels.cdape_attention.configs import (
-    attend_constants,
-    attend_tile,
-    heads_constants,
-    heads_tile,
-    processor_constants,
-    processor_tile,
-    product_constants,
-    product_tile,
+    build_attend_constants,
+    build_heads_constants,
+    build_processor_constants,
+    build_product_constants,
+    choose_attend_tile,
+    choose_heads_tile,
+    choose_processor_tile,
+    choose_product_tile,
 )
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
 from megatron.kernels.cdape_attention.partial_sums import _partial_sums_kernel
@@ -78,8 +78,8 @@ def _build_processor_config(
     name: str, heads: int, width: int, kernel_size: int, dtype_name: str, rows: int, documents: bool = False
 ) -> KernelConfig:
     kernel, dtype = PROCESSOR_KERNELS[name], DTYPES_BY_NAME[dtype_name]
-    tile = processor_tile(name, heads, width, kernel_size, rows, dtype)
-    constants = processor_constants(name, heads, width, kernel_size, dtype, tile, has_bias=True)
+    tile = choose_processor_tile(name, heads, width, kernel_size, rows, dtype)
+    constants = build_processor_constants(name, heads, width, kernel_size, dtype, tile, has_bias=True)
     constants = _add_document_starts(constants, documents)
     step = " decode" if rows == DECODE_ROWS else " documents" if documents else ""
     return KernelConfig(
@@ -107,8 +107,8 @@ def _build_attend_config(
 ) -> KernelConfig:
     """Build the configuration of an attend kernel. `odd`: the columns are not a multiple of 16, as with a window."""
     kernel: Any = ATTEND_KERNELS[name]
-    tile = attend_tile(name, rows, DTYPES_BY_NAME[dtype_name])
-    constants = _add_document_starts(attend_constants(dim, tile, 12), documents)
+    tile = choose_attend_tile(name, rows, DTYPES_BY_NAME[dtype_name])
+    constants = _add_document_starts(build_attend_constants(dim, tile, 12), documents)
     if name == "attend_fwd" and not sinks:
         constants = constants | {"sinks_ptr": None}
     if name == "attend_fwd" and not offsets:
@@ -134,8 +134,8 @@ def _build_head_tile_config(
     kernel: Any = HEAD_TILE_KERNELS[name]
     dtype, aligned = DTYPES_BY_NAME[dtype_name], rows != DECODE_ROWS and not odd
     known = aligned or name == "scores"
-    tile = heads_tile(rows, dtype)
-    constants = _add_document_starts(heads_constants(heads, dim, tile, dtype, known), documents)
+    tile = choose_heads_tile(rows, dtype)
+    constants = _add_document_starts(build_heads_constants(heads, dim, tile, dtype, known), documents)
     suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
     return KernelConfig(
         name=f"{name}{suffix} H={heads} d={dim} {dtype_name}",
@@ -152,9 +152,9 @@ def _build_product_config(
 ) -> KernelConfig:
     """Build the configuration of a product; `add`: the result is added to earlier chunks' sums in float32."""
     kernel: Any = PRODUCT_KERNELS[name]
-    tile = product_tile(dim, DTYPES_BY_NAME[dtype_name])
+    tile = choose_product_tile(dim, DTYPES_BY_NAME[dtype_name])
     suffix = " odd" if odd else " documents" if documents else " add" if add else ""
-    constants = _add_document_starts(product_constants(dim, tile, add=add), documents)
+    constants = _add_document_starts(build_product_constants(dim, tile, add=add), documents)
     return KernelConfig(
         name=f"{name}{suffix} d={dim} {dtype_name}",
         kernel=kernel,
@@ -235,10 +235,10 @@ def list_passes(arch: int) -> dict[str, list[PassKernel]]:
 def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int = 64) -> Iterator[PassKernel]:
     """Yield the kernels of a forward and backward pass in bfloat16."""
     dtype_name = "bf16"
-    dw_tile = processor_tile("mix_bwd_dw", heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
-    head_tile = heads_tile(ROWS, DTYPES_BY_NAME[dtype_name])
+    dw_tile = choose_processor_tile("mix_bwd_dw", heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
+    head_tile = choose_heads_tile(ROWS, DTYPES_BY_NAME[dtype_name])
     tiles = {
-        name: processor_tile(name, heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
+        name: choose_processor_tile(name, heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
         for name in ("mix_fwd", "mix_bwd")
     }
     kept_pixels = {name: tile.block_m * (tile.block_n - 2 * (kernel_size // 2)) for name, tile in tiles.items()}
@@ -255,7 +255,7 @@ def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int 
         launches=2,
     )
     for name in ATTEND_KERNELS:
-        tile = attend_tile(name, ROWS, DTYPES_BY_NAME[dtype_name])
+        tile = choose_attend_tile(name, ROWS, DTYPES_BY_NAME[dtype_name])
         yield PassKernel(
             _build_attend_config(name, dim, dtype_name, ROWS), tile.block_m * tile.block_n / heads, has_loop=True
         )
@@ -274,7 +274,7 @@ def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int 
         kept_pixels["mix_bwd"],
         has_loop=True,
     )
-    product = product_tile(dim, DTYPES_BY_NAME[dtype_name])
+    product = choose_product_tile(dim, DTYPES_BY_NAME[dtype_name])
     # The second computes two products, and the shorter of both loops is counted for each.
     for name, launches in (("multiply_transposed", 1), ("differentiate_scores", 2)):
         yield PassKernel(

@@ -65,7 +65,7 @@ class BiasProduct:
             at_edge = [torch.stack(at_edge, dim=2).flatten(1, 2)]
         return torch.cat([product[..., :width], *at_edge], dim=1) if padding else product
 
-    def new_gradient(self, layers: int, device: torch.device) -> Tensor:
+    def allocate_gradient(self, layers: int, device: torch.device) -> Tensor:
         """Allocate the product's gradient, zeros [L, 2p + N, D·(1 + p)], with p extra rows (see `differentiate`)."""
         padding = self.shape.padding
         return torch.zeros(
@@ -83,7 +83,7 @@ class BiasProduct:
         No other chunk has these rows.
 
         Args:
-            gradient: one layer's slice of the result of `new_gradient`.
+            gradient: one layer's slice of the result of `allocate_gradient`.
             partial: [B, rows, p, D or more].
             first_row: first row of the chunk.
         """

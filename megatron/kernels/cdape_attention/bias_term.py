@@ -27,7 +27,7 @@ def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
 
 
-def visible_table(bias: Tensor, count: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def build_visible_table(bias: Tensor, count: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return the table [H, count] as Conv1 reads it: zero beyond the window, finite in the compute type."""
     bias = saturate(promote_to_float32(bias[:, :count]), dtype)
     if window is not None and window < count:
@@ -93,7 +93,7 @@ def compute_bias_contributions(
     constant = repeat_bias(promote_to_float32(b1), padding + count + rows * padding)
     if bias is None:
         return constant
-    table = visible_table(bias, count, window, dtype)
+    table = build_visible_table(bias, count, window, dtype)
     weight = promote_to_float32(w1[:, bias.shape[0] :, 0]).to(table.dtype).flip(-1)
     neighbourhoods = unfold_neighbourhoods(table, weight.shape[-1])
     contributions = [multiply_neighbourhoods(neighbourhoods[1:], weight)]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.cdape_attention.configs import processor_constants, processor_tile
+from megatron.kernels.cdape_attention.configs import build_processor_constants, choose_processor_tile
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 from megatron.kernels.runtime import Tile
@@ -63,12 +63,12 @@ class CdapeProblem:
 
     def tile(self, kernel: str, rows: int) -> Tile:
         """Return the tile of a processor kernel for a chunk with this number of rows."""
-        return processor_tile(kernel, self.heads, self.shape.width, self.shape.kernel_size, rows, self.dtype)
+        return choose_processor_tile(kernel, self.heads, self.shape.width, self.shape.kernel_size, rows, self.dtype)
 
     def constants(self, kernel: str, tile: Tile) -> dict[str, Any]:
         """Return the constants of a processor kernel."""
         width, size = self.shape.width, self.shape.kernel_size
-        return processor_constants(kernel, self.heads, width, size, self.dtype, tile, has_bias=self.has_bias)
+        return build_processor_constants(kernel, self.heads, width, size, self.dtype, tile, has_bias=self.has_bias)
 
 
 @dataclass(frozen=True)

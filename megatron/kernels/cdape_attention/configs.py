@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron.kernels.cdape_attention.scores import GROUP, SMALL_GROUP, padded_channels
-from megatron.kernels.head_dim import head_dim_constants, pad_for_dot
+from megatron.kernels.cdape_attention.scores import GROUP, SMALL_GROUP, count_padded_channels
+from megatron.kernels.head_dim import build_head_dim_constants, pad_for_dot
 from megatron.kernels.runtime import INPUT_PRECISION, DeviceProperties, Tile
 
 STAGES = 1
@@ -27,7 +27,7 @@ Their loops recompute instead of streaming, so prefetching would only cost memor
 
 
 @cache
-def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: int, dtype: torch.dtype) -> Tile:
+def choose_processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: int, dtype: torch.dtype) -> Tile:
     """Return the tile of a processor kernel; its columns are distances.
 
     Args:
@@ -42,7 +42,7 @@ def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: 
         # Two rows halve the barriers per score; wider processors and more taps do not fit the registers with two.
         chosen = Tile(1 if wide or kernel_size > 5 else 2, distances, 4, STAGES)
     else:
-        entries = pad_for_dot(padded_channels(heads) * kernel_size) * pad_for_dot(width)  # of a weight's gradient
+        entries = pad_for_dot(count_padded_channels(heads) * kernel_size) * pad_for_dot(width)  # of a weight's gradient
         warps = 2 if entries <= 2048 else 4 if entries <= 4096 else 8
         chosen = Tile(4, distances // 4, warps, STAGES) if warps == 2 else Tile(1, distances // 2, warps, STAGES)
     if dtype == torch.float32:  # exact products keep both operands in registers at full width
@@ -53,7 +53,7 @@ def processor_tile(kernel: str, heads: int, width: int, kernel_size: int, rows: 
 
 
 @cache
-def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
+def choose_attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
     """Return the tile of an attend kernel, the same for all head dimensions.
 
     The kernels are bound by memory, so blocks are small and several programs share a multiprocessor.
@@ -69,7 +69,7 @@ def attend_tile(kernel: str, rows: int, dtype: torch.dtype) -> Tile:
 
 
 @cache
-def product_tile(dim: int, dtype: torch.dtype) -> Tile:
+def choose_product_tile(dim: int, dtype: torch.dtype) -> Tile:
     """Return the tile of the product of a map with head rows (`products.py`)."""
     if dtype == torch.float32:
         return Tile(32, 32, 4, 2)
@@ -77,7 +77,7 @@ def product_tile(dim: int, dtype: torch.dtype) -> Tile:
 
 
 @cache
-def heads_tile(rows: int, dtype: torch.dtype) -> Tile:
+def choose_heads_tile(rows: int, dtype: torch.dtype) -> Tile:
     """Return the tile of a kernel whose programs process all heads of a tile: scores and attend_bwd.
 
     Such a program waits for each head's rows, so it uses the smallest block that a matrix product accepts.
@@ -92,13 +92,13 @@ def heads_tile(rows: int, dtype: torch.dtype) -> Tile:
 
 
 @cache
-def processor_constants(
+def build_processor_constants(
     kernel: str, heads: int, width: int, kernel_size: int, dtype: torch.dtype, tile: Tile, *, has_bias: bool
 ) -> dict[str, Any]:
     """Return the constants of a processor kernel."""
     constants = {
         "H": heads,
-        "CHANNELS": padded_channels(heads),
+        "CHANNELS": count_padded_channels(heads),
         "D": width,
         "K": kernel_size,
         "BLOCK_D": pad_for_dot(width),
@@ -107,27 +107,27 @@ def processor_constants(
         "INPUT_PRECISION": INPUT_PRECISION,
     }
     if kernel == "mix_bwd_dw":
-        return constants | {"BLOCK_KC": pad_for_dot(kernel_size * padded_channels(heads))}
+        return constants | {"BLOCK_KC": pad_for_dot(kernel_size * count_padded_channels(heads))}
     return constants | {"BLOCK_H": pad_for_dot(heads), "HAS_BIAS": has_bias}
 
 
 @cache
-def product_constants(dim: int, tile: Tile, *, add: bool) -> dict[str, Any]:
+def build_product_constants(dim: int, tile: Tile, *, add: bool) -> dict[str, Any]:
     """Return the constants of products of maps with head rows; `add`: to the sums of other chunks' columns."""
-    return {**head_dim_constants(dim), **tile.blocks, "ADD": add, "INPUT_PRECISION": INPUT_PRECISION}
+    return {**build_head_dim_constants(dim), **tile.blocks, "ADD": add, "INPUT_PRECISION": INPUT_PRECISION}
 
 
 @cache
-def attend_constants(dim: int, tile: Tile, heads: int) -> dict[str, Any]:
+def build_attend_constants(dim: int, tile: Tile, heads: int) -> dict[str, Any]:
     """Return the constants of an attend kernel."""
-    return {"H": heads, **head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
+    return {"H": heads, **build_head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
 
 
 @cache
-def heads_constants(heads: int, dim: int, tile: Tile, dtype: torch.dtype, aligned: bool) -> dict[str, Any]:
+def build_heads_constants(heads: int, dim: int, tile: Tile, dtype: torch.dtype, aligned: bool) -> dict[str, Any]:
     """Return the constants of a kernel whose programs process all heads of a tile and store COUNT of them at a time."""
     count = GROUP if aligned and dtype != torch.float32 else SMALL_GROUP
-    return {"CHANNELS": padded_channels(heads), "COUNT": count.value, **attend_constants(dim, tile, heads)}
+    return {"CHANNELS": count_padded_channels(heads), "COUNT": count.value, **build_attend_constants(dim, tile, heads)}
 
 
 WORKSPACE_FRACTION = 1 / 12
@@ -136,17 +136,17 @@ MIN_ROWS, DEFAULT_ROWS, MAX_ROWS = 16, 1024, 2048
 """Minimum, default and maximum number of rows of a chunk."""
 
 
-def map_bytes(heads: int, dtype: torch.dtype) -> int:
+def count_map_bytes(heads: int, dtype: torch.dtype) -> int:
     """Return the memory of a chunk's maps in the backward pass, in bytes per row and column of a sequence.
 
     S, P and dL are in the compute type, L in float32. S and dL have padded channels.
     """
-    return 2 * padded_channels(heads) * dtype.itemsize + heads * (dtype.itemsize + 4)
+    return 2 * count_padded_channels(heads) * dtype.itemsize + heads * (dtype.itemsize + 4)
 
 
-def max_chunk_rows(heads: int, columns: int) -> int:
+def compute_max_chunk_rows(heads: int, columns: int) -> int:
     """Return the maximum number of rows of a chunk: offsets in a heads-last map must fit in 32 bits."""
-    return ((1 << 31) - 1) // (padded_channels(heads) * columns)
+    return ((1 << 31) - 1) // (count_padded_channels(heads) * columns)
 
 
 @lru_cache(maxsize=256)
@@ -159,11 +159,11 @@ def choose_chunk_rows(
     that the softmax, with one program per head and row block, occupies all multiprocessors. They are smaller if the
     maps would be too large, so that memory stays linear in C.
     """
-    chunk, block = DEFAULT_ROWS, attend_tile("attend_fwd", DEFAULT_ROWS, dtype).block_m
+    chunk, block = DEFAULT_ROWS, choose_attend_tile("attend_fwd", DEFAULT_ROWS, dtype).block_m
     while chunk < MAX_ROWS and batch * heads * (chunk // block) < device.multi_processor_count:
         chunk *= 2
-    room = int(device.total_memory * WORKSPACE_FRACTION) // (batch * columns * map_bytes(heads, dtype))
-    while chunk > MIN_ROWS and chunk > min(room, max_chunk_rows(heads, columns)):
+    room = int(device.total_memory * WORKSPACE_FRACTION) // (batch * columns * count_map_bytes(heads, dtype))
+    while chunk > MIN_ROWS and chunk > min(room, compute_max_chunk_rows(heads, columns)):
         chunk //= 2
     return max(min(chunk, rows), 1)
 

@@ -48,7 +48,7 @@ class _Problem(ctypes.Structure):
 
 
 @cache
-def unavailable_reason() -> str | None:
+def describe_unavailable() -> str | None:
     """Return the reason why the C code cannot run on this machine, or None."""
     try:
         _load_library()
@@ -75,8 +75,8 @@ def set_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, *_ in _Problem._fields_:
         offset, expected = library.cdape_field_offset(name.encode()), getattr(_Problem, name).offset
         if offset != expected:
-            actual = "there is none" if offset < 0 else f"it lies at {offset}"
-            raise RuntimeError(f"cpu.py has {name} of Problem at byte {expected}, in native/problem.h {actual}")
+            actual = "absent from" if offset < 0 else f"at byte {offset} in"
+            raise RuntimeError(f"Problem.{name} is at byte {expected} in cpu.py, but {actual} native/problem.h")
     if (size := library.cdape_problem_size()) != ctypes.sizeof(_Problem):
         raise RuntimeError(f"Problem has {ctypes.sizeof(_Problem)} bytes in cpu.py, {size} in native/problem.h")
     return library
@@ -105,7 +105,7 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     k, v = k[:, :, : offset + rows], v[:, :, : offset + rows]
     inputs_of_call = (q * scale, k, v, bias_contributions, bias_table, w1[:, :heads, 0], w2[:, :, 0])
     if sinks is not None:
-        sinks = sinks - b2  # the C code leaves out b2: raising all keys' logits equals lowering the sink
+        sinks = sinks - b2  # the C code omits b2: raising the logits of all keys equals lowering the sink
     return _Attention.apply(b2, sinks, offset, window, document_starts, *inputs_of_call)
 
 
@@ -143,9 +143,9 @@ class _Attention(torch.autograd.Function):
 
 
 def _add_sinks(sinks: Tensor, out: Tensor, row_max: Tensor, row_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, maximum and sum of rows with one more key: their head's sink, which has no value.
+    """Return output, maximum and sum of rows with an additional key without a value: the sink of their head.
 
-    The C code's backward pass needs only these.
+    The backward pass of the C code needs only these.
     """
     maximum = torch.maximum(row_max, sinks[:, None])
     of_keys = row_sum * torch.exp(row_max - maximum)

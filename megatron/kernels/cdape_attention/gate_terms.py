@@ -1,8 +1,8 @@
-"""Bias of gates before a processor: a term of the row plus a term of the column, in the form that CUDA kernels read.
+"""Bias of gates before a processor: a row term plus a column term, in the layout that CUDA kernels read.
 
-Conv1's part of such a bias is a vector of the row plus a vector of the column, unless some taps are outside of what the
-row sees. E has the exceptions: 4p columns of each row, the 2p around the first that it sees, f (f − p … f + p − 1), and
-the 2p around its last (i − p + 1 … i + p).
+From such a bias Conv1 computes a vector of the row plus a vector of the column, unless some taps are outside of the
+columns that the row sees. E has the values of these exceptions in 4p columns of each row: 2p around the first column
+that it sees, f (f − p … f + p − 1), and 2p around its last (i − p + 1 … i + p).
 
 B batch, H heads, R query rows, C key columns, D processor width, k kernel size, p = k//2. The kernels pad H to 16 and D
 to 32.
@@ -21,7 +21,7 @@ from megatron.kernels.cdape_attention.mixer_operands import BLOCK_ROWS, MAX_TILE
 
 
 class GateInputs(ctypes.Structure):
-    """Terms of rows and columns, as `cuda/gates.h` declares them; zero without gates."""
+    """Row and column terms, as declared in `cuda/gates.h`; zero without gates."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "columns")),
@@ -30,14 +30,14 @@ class GateInputs(ctypes.Structure):
 
 
 class GateTerms(NamedTuple):
-    """Conv1's part of the bias, float64: it is a difference of sums over all tokens."""
+    """Terms that Conv1 computes from the bias, in float64 because they are differences of sums over all tokens."""
 
     rows: Tensor
     """[B, R, D], including Conv1's constant."""
     columns: Tensor
     """[B, C + p, D]."""
     edge: Tensor
-    """Values of E, the sums of both, [B, R, 4p, D]."""
+    """E, [B, R, 4p, D]: sums of row and column terms over the visible taps."""
 
 
 def compute_gate_terms(
@@ -57,7 +57,7 @@ def compute_gate_terms(
         bias_weight: bias half of Conv1, [D, H, k].
         constant: Conv1's constant, [D].
         offset: column of the first row.
-        window: number of columns that a row sees at most, or None.
+        window: maximum number of columns that a row sees, or None.
         document_starts: first column of each row's document, int32 [B, R], or None.
     """
     width, heads, size = bias_weight.shape
@@ -70,7 +70,7 @@ def compute_gate_terms(
     if not padding:
         return GateTerms(rows, of_columns, rows[:, :, None][:, :, :0])  # differentiable, as with taps
     taken, is_seen = _find_exceptions(num_rows, offset, padding, window, document_starts, keys.device)
-    # Sequences by an index, whose gradients are added up in a fixed order, unlike those of `gather`.
+    # Select sequences by index: its gradients are summed in a fixed order, unlike those of `gather`.
     sequences = torch.arange(batch, device=keys.device)[:, None, None, None]
     bias = (keys[sequences, taken] + row_bias.mT[:, :, None, None]) * is_seen[..., None]  # [B, R, 4p, k, H]
     edge = bias.reshape(batch, num_rows, 4 * padding, size * heads) @ by_tap + constant
@@ -80,9 +80,9 @@ def compute_gate_terms(
 def _find_exceptions(
     num_rows: int, offset: int, padding: int, window: int | None, document_starts: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the columns that the taps of E read, [1 or B, R, 4p, k], and whether the row sees them.
+    """Return the columns that the taps of E read, [1 or B, R, 4p, k], and a mask of those that the row sees.
 
-    Where it does not, the column is any that exists.
+    Hidden columns are replaced by any valid column.
     """
     if document_starts is None:
         return _find_exceptions_of_one_document(num_rows, offset, padding, window, device)
@@ -111,9 +111,9 @@ def _locate_taps(first: Tensor, offset: int, padding: int, window: int | None) -
 
 
 class GateOperands(NamedTuple):
-    """Operands of the kernels for a chunk of rows, float32. Terms are relative to the chunk's first row.
+    """Operands of the kernels for a chunk of rows, in float32 and relative to the chunk's first row.
 
-    Its position bounds the error: a difference of running sums is rounded, not the sums.
+    Only differences of running sums are rounded to float32, not the sums, which may be large.
     """
 
     rows: Tensor
@@ -130,7 +130,7 @@ class GateOperands(NamedTuple):
 
     @property
     def inputs(self) -> GateInputs:
-        """Addresses and strides of the tensors, as a kernel takes them."""
+        """Addresses and strides of the tensors, as kernel arguments."""
         columns = self.columns.data_ptr() + MAX_TILE_COLUMNS * WIDTH * 4
         batches = (x.stride(0) * 4 for x in (self.rows, self.columns, self.edge, self.bias))
         return GateInputs(self.rows.data_ptr(), columns, *batches)
@@ -154,8 +154,8 @@ def build_gate_operands(
 
     Args:
         terms, row_bias, key_bias: as in `compute_gate_terms`.
-        rows: first row of the chunk, and the one after its last.
-        columns: first column of the chunk's maps, and the one after their last.
+        rows: first row of the chunk, and the row after its last.
+        columns: first column of the chunk's maps, and the column after their last.
         residual_bias: True if the bias is also added to the logits.
     """
     (first, last), (left, right) = rows, columns
@@ -167,7 +167,7 @@ def build_gate_operands(
     torch.sub(terms.rows[:, first:last], origin, out=of_rows[..., :width])
     edge = _allocate_operand(terms.edge, (batch, last - first, 4 * padding, WIDTH), is_whole=width == WIDTH)
     edge[..., :width] = terms.edge[:, first:last]
-    # A block's tiles may begin left of column 0, and end behind the row that follows its last.
+    # A block's tiles may begin left of column 0, and may end after the column of its last row.
     entries = right - left + BLOCK_ROWS + 2 * MAX_TILE_COLUMNS
     of_columns = _allocate_operand(terms.columns, (batch, entries + padding, WIDTH))
     seen = slice(inside.start, inside.stop + padding)
@@ -185,9 +185,9 @@ def _allocate_operand(like: Tensor, sizes: tuple[int, ...], *, is_whole: bool = 
 
 
 def compute_row_offsets(row_bias: Tensor, chunk_rows: int) -> Tensor:
-    """Return what the kernels leave out of the logits of each row, float32 [B, H, R].
+    """Return the row terms that the kernels omit from the logits, float32 [B, H, R].
 
-    It is the row's bias relative to that of the first row of its chunk.
+    They are relative to the first row of each chunk.
     """
     origins = row_bias[..., ::chunk_rows].repeat_interleave(chunk_rows, 2)[..., : row_bias.shape[2]]
     return (row_bias - origins).float()

@@ -1,7 +1,7 @@
-"""CDAPE attention on a bias of gates, as one differentiable operation of the CUDA kernels.
+"""CDAPE attention with a bias of gates, as one differentiable operation of the CUDA kernels.
 
-The bias of row i and column j is the sum of a term of the row and one of the column. It differs between sequences and
-is no function of the distance, so neither the tables of `op.cdape_attention` nor Triton's kernels can express it.
+The bias of row i and column j is the sum of a row term and a column term. It differs between sequences and is not a
+function of the distance, so neither the tables of `op.cdape_attention` nor Triton's kernels support it.
 
 B batch, H heads, R query rows, C key columns, d head dimension, D processor width, k kernel size, p = k//2.
 """
@@ -54,7 +54,7 @@ from megatron.kernels.cuda.launch import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties, get_uncompiled_apply, launch_context
 
 MAX_KERNEL_SIZE = 3
-"""Largest convolution on gates: the sums of gates are of all widths, of which more taps leave no registers."""
+"""Largest kernel size with gates. More taps leave no registers for the sums of gates, which cover all widths."""
 FAMILIES = (mixer_forward.KERNELS, *BACKWARD_KERNELS)
 
 
@@ -67,17 +67,17 @@ def describe_unsupported(
     columns: int,
     offset: int = 0,
 ) -> str | None:
-    """Explain why the kernels do not take a call on any GPU, or return None if they do."""
+    """Explain why the kernels support a call on no GPU, or return None if some GPU supports it."""
     if dtype not in ELEMENTS:
         return f"a gate's bias before a processor in {dtype}"
     shape = get_weight_shape(heads, width, kernel_size, False)
-    # With fewer heads and widths the kernels are padded, and still faster than row blocks.
+    # Fewer heads and widths are padded, which is still faster than row blocks.
     padded = get_weight_shape(max(heads, HEADS), max(width, WIDTH), shape.kernel_size, False)
     if kernel_size > MAX_KERNEL_SIZE or not mixer.is_supported(padded, dtype, dim, columns - columns % 8):
         return (
             f"a gate's bias before a processor of {heads} heads of {dim}, width {width} and kernel size {kernel_size}"
         )
-    # A chunk ends at the offset plus a multiple of 8 rows, and its maps have so many columns.
+    # The last column of a chunk is the offset plus a multiple of 8 rows.
     return "a number of tokens that is not a multiple of 8" if columns % 8 or offset % 8 else None
 
 
@@ -88,7 +88,7 @@ def describe_unsupported_device(q: Tensor, dim: int) -> str | None:
     if not q.is_cuda:
         return "a gate's bias before a processor without a GPU"
     arch = get_arch(q)
-    form = KernelForm(3, dim, q.dtype, is_gated=True)  # with k = 1 blocks need less memory
+    form = KernelForm(3, dim, q.dtype, is_gated=True)  # blocks need less memory with k = 1
     if arch is None or any(choose_kernel(family, form, arch) is None for family in FAMILIES):
         return f"a gate's bias before a processor on {torch.cuda.get_device_name(q.device)}"
     return None if mixer.has_compiler() else "a gate's bias before a processor without NVRTC"
@@ -96,7 +96,7 @@ def describe_unsupported_device(q: Tensor, dim: int) -> str | None:
 
 @dataclass(frozen=True)
 class GatedCall:
-    """Inputs of a call that are the same for all of its chunks."""
+    """Inputs of a call that all its chunks share."""
 
     problem: CdapeProblem
     terms: GateTerms
@@ -115,7 +115,7 @@ class GatedCall:
         return problem.document_starts is not None or problem.window < problem.offset + problem.rows
 
     def find_sink_offsets(self) -> Tensor | None:
-        """Return what the rows' logits lack, which matters beside a sink, float32 [B, H, R], or None."""
+        """Return the row terms that the logits omit, float32 [B, H, R]; None if they have no effect."""
         if self.problem.sinks is None or not self.residual_bias:
             return None
         return compute_row_offsets(self.row_bias, self.chunk_rows)
@@ -123,7 +123,7 @@ class GatedCall:
     def choose_kernel(self, family: KernelFamily, like: Tensor) -> MixerKernel:
         form = KernelForm(self.problem.shape.kernel_size, like.shape[3], like.dtype, self.is_local, is_gated=True)
         kernel = choose_kernel(family, form, get_arch(like))
-        assert kernel is not None  # as `describe_unsupported_device` says
+        assert kernel is not None  # guaranteed by `describe_unsupported_device`
         return kernel
 
     def build_inputs(self, chunk: Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
@@ -132,20 +132,20 @@ class GatedCall:
             residual_bias=self.residual_bias,
         )
         # The kernel is chosen for the whole call, so all chunks or none have spans.
-        spans = mixer.Spans(self.problem.window, chunk.left, chunk.document_starts) if self.is_local else None
+        spans = mixer.ColumnSpans(self.problem.window, chunk.left, chunk.document_starts) if self.is_local else None
         return build_logit_inputs(self.problem, chunk, scaled, k, gates)._replace(spans=spans)
 
 
 def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, chunk: int | None = None) -> Tensor:
     """Compute softmax(S + B + Conv2(LeakyReLU(Conv1([S, B])))) · v, where B is row_bias + key_bias.
 
-    Memory is linear in R and C. Everything is as in `op.cdape_attention`, where `args.bias` is None and `args.w1` has
-    both halves.
+    Memory is linear in R and C. Arguments are those of `op.cdape_attention`, with `args.bias` None and both halves of
+    `args.w1`.
 
     Args:
-        args: arguments that `describe_unsupported` and `describe_unsupported_device` take.
-        row_bias: [B, H, R], float32 or float64.
-        key_bias: [B, H, C], alike.
+        args: arguments that `describe_unsupported` and `describe_unsupported_device` accept.
+        row_bias: float32 or float64 [B, H, R].
+        key_bias: float32 or float64 [B, H, C].
         chunk: query rows per chunk; None chooses them by shape.
 
     Returns:
@@ -157,7 +157,7 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
     batch, heads, rows, dim = args.q.shape
     columns = args.offset + rows
     if args.bias is not None:
-        raise ValueError("a bias of gates does not go with a table")
+        raise ValueError("a bias of gates cannot be combined with a bias table")
     check_shapes(args._replace(w1=args.w1[:, :heads]))
     if args.w1.shape[1] != 2 * heads or row_bias.shape != (batch, heads, rows) or key_bias.shape[2] < columns:
         raise ValueError(
@@ -168,7 +168,7 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
     if chunk is None:
         chunk = choose_chunk_rows(batch, heads, rows, columns, args.q.dtype, get_device_properties(args.q))
     scale = dim**-0.5 if args.scale is None else args.scale
-    # The kernels leave out b2: raising all keys' logits equals lowering the sink.
+    # The kernels omit b2: raising the logits of all keys equals lowering the sink.
     sinks = None if args.sinks is None else args.sinks - args.b2.float()
     weights = args.w1, args.b1, args.w2, args.b2
     tensors = (args.q, args.k, args.v, row_bias, key_bias[:, :, :columns], *weights, sinks)
@@ -212,7 +212,7 @@ class _AttendWithGates(torch.autograd.Function):
         saved = (scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, sinks, document_starts)
         ctx.save_for_backward(*saved)
         ctx.spans, ctx.options = (offset, window), (residual_bias, scale, chunk)
-        # Packed weights and their fragments; documents and sinks are among the saved tensors.
+        # Packed weights and their fragments. Documents and sinks are saved tensors.
         ctx.problem = replace(problem, document_starts=None, sinks=None)
         return output
 
@@ -223,7 +223,7 @@ class _AttendWithGates(torch.autograd.Function):
         biases = row_bias.double(), key_bias.double()
         if dout.stride() != output.stride():
             dout = torch.empty_like(output).copy_(dout)
-        with torch.enable_grad():  # the terms again, as a function of what they are computed from
+        with torch.enable_grad():  # recompute the terms, to differentiate them
             leaves = [x.detach().requires_grad_() for x in (*biases, w1, b1)]
             row, key, weight, constant = leaves
             offset, window = ctx.spans
@@ -269,7 +269,7 @@ def _describe_problem(
     (w1, b1, w2, b2), (_, heads, rows, _) = weights, scaled.shape
     shape = get_weight_shape(heads, w1.shape[0], w1.shape[3], False)
     packed = pack_weights(shape, [(w1[:, :heads], b1, w2, b2)], scaled.dtype)
-    none = packed.b2.new_empty(1, 0, 0)  # in place of tables
+    none = packed.b2.new_empty(1, 0, 0)  # instead of tables
     return CdapeProblem(
         *(none, packed.b2.new_empty(heads, 0), PackedWeights(*(x[0] for x in packed)), shape, rows, offset),
         *(NO_WINDOW_INT32 if window is None else window, scaled.dtype, document_starts),
@@ -303,7 +303,7 @@ class GateGradients(NamedTuple):
     rows: GateSums
     """Sums over each row's columns."""
     columns: GateSums
-    """Sums over each column's rows, those of hidden values for p more columns."""
+    """Sums over each column's rows; those of hidden values have p more columns."""
     edge: Tensor
     """Gradient of E, [B, R, 4p, D]."""
     patches: Tensor
@@ -349,7 +349,7 @@ def _backward(
         differentiate(chunk)
     assert dweights is not None
     by_column = unpack_gate_sums(dcolumns, shape.width, heads)
-    # Of the columns before p, all hidden values are in E.
+    # The hidden values of columns before p are all in E.
     hidden = torch.nn.functional.pad(by_column.hidden, (0, 0, problem.padding, 0))
     dsinks = None
     if problem.sinks is not None:

@@ -1,4 +1,4 @@
-"""The geometries of the mixer's CUDA kernels (`cuda/geometry.h`), and the choice of one by what a GPU has room for.
+"""Geometries of the mixer's CUDA kernels (`cuda/geometry.h`), and the choice of one for a GPU's shared memory.
 
 d head dimension, k kernel size, p = k//2.
 """
@@ -15,15 +15,15 @@ from megatron.kernels.runtime import cdiv
 
 FOLDER = Path(__file__).with_name("cuda")
 HEADS, WIDTH = 16, 32
-"""Heads of a group, and widths of a slice of which registers hold the weights for one group."""
+"""Number of heads in a group, and of widths in a slice whose weights fit in registers."""
 ELEMENTS = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
-"""Names of the types in which models compute."""
+"""Names of the compute types in CUDA."""
 BLOCK_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Maximum shared memory of a block, by compute capability (CUDA C++ Programming Guide)."""
 RESERVED_BYTES = 1024
-"""Shared memory that the system takes for each block. A multiprocessor has so much more than its largest block."""
+"""Shared memory that the system reserves for each block, in bytes."""
 MAX_WARPS = 8
-"""Warps of 255 registers that a multiprocessor holds."""
+"""Maximum number of warps with 255 registers on a multiprocessor."""
 
 
 class Tile(NamedTuple):
@@ -32,11 +32,11 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     held_tensors: int = 1
-    """Number of tensors of which it holds its rows, all heads, in shared memory."""
+    """Number of tensors whose rows, for all heads, are kept in shared memory."""
 
     @property
     def warps(self) -> int:
-        """Number of warps, each of which mixes 16 rows and 8 columns."""
+        """Number of warps. Each mixes 16 rows and 8 columns."""
         return self.rows // 16 * (self.columns // 8)
 
 
@@ -47,17 +47,17 @@ class KernelForm(NamedTuple):
     dim: int
     dtype: torch.dtype
     is_local: bool = False
-    """True if each row sees columns from a first one of its own (`mixer.Spans`)."""
+    """True if each row has its own first column (`mixer.ColumnSpans`)."""
     heads: int = HEADS
     """Number of heads, padded by `pad_sizes`."""
     width: int = WIDTH
-    """Width of the processor, padded alike."""
+    """Width of the processor, padded by `pad_sizes`."""
     is_gated: bool = False
-    """True if the bias is a term of the row and one of the column (`gate_terms.py`)."""
+    """True if the bias is a row term plus a column term (`gate_terms.py`)."""
 
     @property
     def slices(self) -> int:
-        """Parts of the width for which the gradients of weights have blocks of their own (`cuda/mixer_backward.h`)."""
+        """Number of slices of the width with separate blocks for the gradients of weights (`cuda/mixer_backward.h`)."""
         return 2 if self.kernel_size > 3 else 1
 
     @property
@@ -67,28 +67,28 @@ class KernelForm(NamedTuple):
 
 
 class MixerKernel(NamedTuple):
-    """Kernel of one geometry."""
+    """Kernel with one geometry."""
 
     code: CudaKernel
     tile: Tile
     resident_blocks: int
-    """Blocks that share a multiprocessor."""
+    """Number of blocks that share a multiprocessor."""
     form: KernelForm
 
 
-class Limit(NamedTuple):
-    """Largest sizes of a processor that a kernel takes together."""
+class SizeLimit(NamedTuple):
+    """Largest sizes of a processor that a kernel supports in combination."""
 
     kernel_size: int
     heads: int
     width: int
 
 
-BACKWARD_LIMITS = (Limit(5, HEADS, WIDTH),)
+BACKWARD_LIMITS = (SizeLimit(5, HEADS, WIDTH),)
 
 
 def pad_sizes(heads: int, width: int) -> tuple[int, int]:
-    """Return the number of heads and the width that kernels compute with.
+    """Return the padded number of heads and the padded width with which kernels compute.
 
     Heads are padded to one or two groups, and the width to whole slices, which are half as wide for two groups.
     """
@@ -98,22 +98,22 @@ def pad_sizes(heads: int, width: int) -> tuple[int, int]:
 
 
 class KernelFamily(NamedTuple):
-    """A kernel in all its geometries."""
+    """Kernel with all its geometries."""
 
     header: str
     name: str
-    """Name of the kernel. {0} is replaced by its geometry, and {1} by whether a block holds two tensors."""
+    """Name of the kernel. {0} is replaced by its geometry, {1} by true if a block keeps two tensors, else false."""
     arguments: str
     tiles: tuple[Tile, ...]
     count_bytes: Callable[[Tile, KernelForm], int]
-    """Function that returns the shared memory of a block without the tensors that it holds."""
-    limits: tuple[Limit, ...]
+    """Function that returns the shared memory of a block without the kept tensors, in bytes."""
+    limits: tuple[SizeLimit, ...]
 
     def build(self, tile: Tile, form: KernelForm, arch: int) -> MixerKernel:
-        """Describe the kernel of a geometry.
+        """Describe the kernel with a geometry.
 
         Args:
-            arch: compute capability as major · 10 + minor, which decides how many blocks share a multiprocessor.
+            arch: compute capability as major · 10 + minor, which determines how many blocks share a multiprocessor.
         """
         shared_bytes = tile.held_tensors * tile.rows * form.heads * 2 * form.dim + self.count_bytes(tile, form)
         sizes = f"{form.padding}, {tile.columns}, {tile.rows // 16}, {form.dim}"
@@ -135,9 +135,9 @@ class KernelFamily(NamedTuple):
 def choose_kernel(family: KernelFamily, form: KernelForm, arch: int) -> MixerKernel | None:
     """Return the kernel for a GPU, or None if no geometry fits its shared memory.
 
-    Most warps on a multiprocessor come first, since few hide little latency; then the most rows, which share keys; then
-    what is in shared memory and not read again; then several blocks, of which one computes while another waits at a
-    barrier.
+    The choice maximizes, in this order: the warps on a multiprocessor, which hide latency; the rows, which share keys;
+    the tensors kept in shared memory, which are read only once; and the blocks, one of which can compute while another
+    waits at a barrier.
     """
     if arch not in BLOCK_BYTES:
         return None

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
-from megatron.kernels.cdape_attention.configs import attend_constants, attend_tile, product_constants, product_tile
+from megatron.kernels.cdape_attention.configs import (
+    build_attend_constants,
+    build_product_constants,
+    choose_attend_tile,
+    choose_product_tile,
+)
 from megatron.kernels.cdape_attention.products import _differentiate_scores_kernel, _multiply_transposed_kernel
 from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
 from megatron.kernels.launcher import launch
@@ -51,7 +56,7 @@ def launch_softmax(
         tensors: its first arguments: logits, values, and the output or its gradient.
     """
     batch, heads, columns, dim = v.shape
-    tile = attend_tile(name, chunk.rows, problem.dtype)
+    tile = choose_attend_tile(name, chunk.rows, problem.dtype)
     launch(
         kernel,
         (cdiv(chunk.rows, tile.block_m) * batch * heads, 1, 1),
@@ -64,7 +69,7 @@ def launch_softmax(
             columns,
             *get_head_strides(tensors[2]),
         ),
-        attend_constants(dim, tile, heads),
+        build_attend_constants(dim, tile, heads),
         tile.options,
     )
 
@@ -86,7 +91,7 @@ def average_values(
     """Write a chunk's output and softmax statistics, from its logits [B, H, R, C].
 
     Args:
-        offsets: what the logits of all rows lack, float32 [B, H, all rows], which matters beside sinks, or None.
+        offsets: row terms that the logits omit, float32 [B, H, all rows], or None without sinks.
     """
     residue = None if attended.residue is None else chunk.slice_rows(attended.residue)
     outputs = (chunk.slice_rows(attended.output), residue, chunk.slice_row_sums(attended.stats))
@@ -100,7 +105,7 @@ def differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor, offsets: Te
 
     Args:
         sinks, stats, means: the sinks [H], statistics of the softmax [2, B, H, R], and Σ P ∘ dP of each row [B, H, R].
-        offsets: what the rows' logits lack, [B, H, R], or None.
+        offsets: row terms that the logits omit, [B, H, R], or None.
     """
     maximum, total = stats
     logits = sinks[:, None] if offsets is None else sinks[:, None] - offsets
@@ -143,7 +148,7 @@ def differentiate_scores(
     """
     (scaled, k), (dq, dk) = inputs, gradients
     batch, heads, rows, dim = scaled.shape
-    tile = product_tile(dim, problem.dtype)
+    tile = choose_product_tile(dim, problem.dtype)
     blocks = max(cdiv(chunk.rows, tile.block_m), cdiv(chunk.right - chunk.left, tile.block_n))
     if chunk.left:
         dk = dk[:, chunk.left :]
@@ -154,7 +159,7 @@ def differentiate_scores(
             *(dscores, chunk.slice_rows(scaled), chunk.slice_columns(k), chunk.slice_rows(dq), dk),
             *(chunk.document_starts, heads, *chunk.extent, problem.window, rows, k.shape[2], scale),
         ),
-        product_constants(dim, tile, add=not is_only),
+        build_product_constants(dim, tile, add=not is_only),
         tile.options,
     )
 
@@ -166,11 +171,11 @@ def multiply_transposed(
 
     Args:
         factor: map [B, H, R, C]; masked entries are not read.
-        x: [B, H, rows, d], of any strides but the last.
+        x: [B, H, rows, d]; the last dimension is contiguous.
         total: [B·H, columns, d].
     """
     batch, heads, _, dim = x.shape
-    tile = product_tile(dim, problem.dtype)
+    tile = choose_product_tile(dim, problem.dtype)
     launch(
         _multiply_transposed_kernel,
         (cdiv(chunk.right - chunk.left, tile.block_n), batch * heads, 1),
@@ -179,6 +184,6 @@ def multiply_transposed(
             *(chunk.document_starts, heads, *chunk.extent),
             *(problem.window, total.shape[1], *get_head_strides(x)),
         ),
-        product_constants(dim, tile, add=not is_only),
+        build_product_constants(dim, tile, add=not is_only),
         tile.options,
     )

@@ -1,9 +1,9 @@
-"""Terms that kernels read from layers' tables and weights, computed for all layers at once before the first layer.
+"""Terms computed from the tables and weights of all layers at once, before the first layer.
 
 Each layer applies the same few dozen small operations to its table and its weights. The host launches them one by one,
 and a GPU may wait for it. This module launches as many operations for all layers together. Gradients follow the same
-path: each layer's kernels accumulate into the graph node that computed the terms, and the node converts the sums of all
-layers to gradients after the last one.
+path: each layer's kernels accumulate into the graph node that computed the terms. After the last layer, the node
+converts the sums of all layers to gradients.
 
 L layers, H heads, R query rows, N distances, D processor width, p = k//2.
 """
@@ -19,7 +19,7 @@ from megatron.kernels.cdape_attention import mixer
 from megatron.kernels.cdape_attention.bias_product import BiasProduct, get_bias_product
 from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
-from megatron.kernels.cdape_attention.term_sums import TermSums, add_mixer_sums, new_term_sums, unpack_mixer_sums
+from megatron.kernels.cdape_attention.term_sums import TermSums, add_mixer_sums, allocate_term_sums, unpack_mixer_sums
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
 from megatron.kernels.runtime import get_backward_number, get_uncompiled_apply
 
@@ -38,9 +38,9 @@ def build_problems(
     *,
     residual_bias: bool,
 ) -> list[CdapeProblem]:
-    """Return the problem of each layer, from what was made of their biases [L, H, N] and their weights.
+    """Return the problem of each layer, from the contributions of their biases [L, H, N] and their packed weights.
 
-    Layers without a residual bias may give biases [L, H, 0].
+    Without a residual bias, biases may be [L, H, 0].
     """
     shape, last = product.shape, product.count
     window = NO_WINDOW_INT32 if product.window is None else min(product.window, NO_WINDOW_INT32)
@@ -82,8 +82,8 @@ def differentiate_terms(
 
     Args:
         biases: as for `compute_terms`.
-        bias_weight: from the packed weights.
-        sums: sums of all layers; they are consumed.
+        bias_weight: field of the packed weights.
+        sums: sums of all layers; they are overwritten.
     """
     unpack_mixer_sums(sums, product)
     dweight, constants = product.differentiate(sums.bias_product, biases, bias_weight, sums.bias_table)
@@ -138,26 +138,26 @@ class _ComputeTerms(torch.autograd.Function):
         return None, None, *(() if biases is None else dbiases), *(x for layer in dweights for x in layer)
 
 
-def take_sums(node: Any, problem: CdapeProblem, *, uses_mixer: bool) -> TermSums:
-    """Return the tensors in which a call's kernels leave their sums: those of the layer, which are zero.
+def get_layer_sums(node: Any, problem: CdapeProblem, *, uses_mixer: bool) -> TermSums:
+    """Return the layer's tensors, initially zero, to which the kernels of a call add their sums.
 
     Args:
         node: graph node of `LayerTerms.anchor`.
-        uses_mixer: True if the CUDA kernels leave sums.
+        uses_mixer: True if the CUDA kernels compute sums.
 
     Raises:
-        RuntimeError: if another call of the layer has used them.
+        RuntimeError: if another call of the layer has already used them.
     """
     number = get_backward_number()
     if node.backward_number != number:
         node.sums, node.finished, node.backward_number = None, set(), number
     if problem.layer in node.finished:
-        raise RuntimeError("terms of a layer are for one call of it")
+        raise RuntimeError("the terms of a layer can be used by only one call")
     node.finished.add(problem.layer)
     if node.sums is None:
         biases, bias_weight = node.saved_tensors
         distances = 0 if biases is None else biases.shape[2]
-        node.sums = new_term_sums(node.num_layers, node.product, distances, bias_weight.device)
+        node.sums = allocate_term_sums(node.num_layers, node.product, distances, bias_weight.device)
     if uses_mixer and node.sums.mixer is None:
         node.sums = add_mixer_sums(node.sums, problem)
     sums: TermSums = node.sums.select_layer(problem.layer)

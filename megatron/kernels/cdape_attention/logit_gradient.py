@@ -1,4 +1,4 @@
-"""P and dL by a CUDA kernel (`cuda/logit_gradient.h`): what it reads, and how it is launched.
+"""Inputs and launch of the CUDA kernel for P and dL (`cuda/logit_gradient.h`).
 
 B batch, H heads, R query rows of a chunk, C columns of its maps. The kernel pads H to 16.
 """
@@ -39,7 +39,7 @@ KERNELS = KernelFamily(
 
 
 class LogitGradientArgs(ctypes.Structure):
-    """Arguments of the kernel, as `cuda/logit_gradient.h` declares them."""
+    """Arguments of the kernel, as declared in `cuda/logit_gradient.h`."""
 
     _fields_ = (
         ("inputs", LogitArgs),
@@ -56,15 +56,15 @@ class SoftmaxChunk(NamedTuple):
     """Inputs and results of a chunk's softmax."""
 
     values: Tensor
-    """[B, H, C or more, d], its last two dimensions contiguous."""
+    """[B, H, C or more, d]; the last two dimensions are contiguous."""
     output: Tensor
-    """[B, H, R, d], of any strides but the last."""
+    """[B, H, R, d]; the last dimension is contiguous."""
     residue: Tensor
     """Rounding error of the output, in its type and with its strides."""
     doutput: Tensor
-    """The output's gradient, alike."""
+    """Gradient of the output, with the same strides."""
     stats: Tensor
-    """float32 [2, B, H, R]: maximum, in base 2, and sum of exponentials."""
+    """float32 [2, B, H, R]: maximum (in base 2) and sum of exponentials."""
 
 
 class LogitGradients(NamedTuple):
@@ -79,12 +79,12 @@ class LogitGradients(NamedTuple):
 def differentiate_softmax(
     inputs: LogitInputs, attended: SoftmaxChunk, sums: Tensor, kernel: MixerKernel, launch: Launch
 ) -> LogitGradients:
-    """Compute P and dL of a chunk from what its logits are computed from.
+    """Compute P and dL of a chunk from the inputs of its logits.
 
     Args:
         sums: float32 [B, H, R] with the strides of `attended.stats`; each row's Σ P ∘ dP is written here.
-        kernel: of `KERNELS`.
-        launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
+        kernel: a kernel of `KERNELS`.
+        launch: runs a kernel on a grid of (blocks, sequences), on a GPU or in a test's emulator.
     """
     batch, heads, rows, _ = inputs.queries.shape
     columns = inputs.position + rows

@@ -23,8 +23,8 @@ from megatron.kernels.cdape_attention.geometry import (
     WIDTH,
     KernelFamily,
     KernelForm,
-    Limit,
     MixerKernel,
+    SizeLimit,
     Tile,
     count_diagonal_bytes,
     count_pair_window_bytes,
@@ -43,7 +43,7 @@ from megatron.kernels.jit_build import CompileError
 from megatron.kernels.runtime import DeviceProperties, cdiv
 
 VARIABLE = "FARFIELD_CUDA_MIXER"
-"""Environment variable that turns all CUDA kernels off if it is 0: Triton's then compute everything."""
+"""Environment variable. If it is 0, Triton's kernels are used instead of all CUDA kernels."""
 MAX_HEAD_DIM = 128
 TILES = (Tile(32, 32), Tile(16, 64), Tile(16, 32))
 
@@ -57,13 +57,13 @@ def _count_scores_bytes(tile: Tile, form: KernelForm) -> int:
     return 2 * count_pair_window_bytes(tile) + sums
 
 
-TO_SCORES = KernelFamily(
+SCORE_GRADIENT_KERNELS = KernelFamily(
     *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"),
     TILES,
     _count_scores_bytes,
     BACKWARD_LIMITS,
 )
-TO_WEIGHTS = KernelFamily(
+WEIGHT_GRADIENT_KERNELS = KernelFamily(
     *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"),
     TILES,
     _count_weights_bytes,
@@ -72,11 +72,11 @@ TO_WEIGHTS = KernelFamily(
 
 
 Launch = Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
-"""Runs a kernel on a grid of (blocks, sequences)."""
+"""Function that runs a kernel on a grid of (blocks, sequences)."""
 
 
 class ScoreInputs(ctypes.Structure):
-    """Inputs of scores, as `cuda/scores.h` declares them."""
+    """Inputs of scores, as declared in `cuda/scores.h`."""
 
     _fields_ = (
         *(("document_starts", ctypes.c_void_p), ("first_keys_batch", ctypes.c_longlong)),
@@ -87,7 +87,7 @@ class ScoreInputs(ctypes.Structure):
 
 
 class MixerBackwardArgs(ctypes.Structure):
-    """Arguments of both kernels, as `cuda/mixer_backward.h` declares them."""
+    """Arguments of both kernels, as declared in `cuda/mixer_backward.h`."""
 
     _fields_ = (
         ("scores", ScoreInputs),
@@ -101,47 +101,47 @@ class MixerBackwardArgs(ctypes.Structure):
     )
 
 
-class Spans(NamedTuple):
-    """The columns that a chunk's rows see, if not all from position 0 on: of a window, of a document, or of both."""
+class ColumnSpans(NamedTuple):
+    """Columns that a chunk's rows see, if a window or documents hide some columns from position 0 on."""
 
     window: int
     left: int
     """Position of the maps' first column."""
     document_starts: Tensor | None
-    """int32 [B, R], contiguous: positions at which the rows' documents begin; None if that is 0."""
+    """int32 [B, R], contiguous: positions at which the rows' documents begin; None if all are 0."""
 
 
 class MixerInputs(NamedTuple):
     """Inputs of both kernels for one chunk of rows."""
 
     queries: Tensor
-    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    """Scaled queries [B, H, R, d]: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
-    """[B, H, C or more, d], alike."""
+    """Keys [B, H, C or more, d] with contiguous last dimensions."""
     dlogits: Tensor
-    """[B, R, 8, C, 2], heads in pairs; undefined where a row does not see the column."""
+    """[B, R, 8, C, 2], heads in pairs; undefined in columns that a row does not see."""
     operands: MixerOperands
     layer: int
-    """Number of the layer among those of the operands."""
+    """Index of the layer in the operands."""
     first_row: int
-    """Row of E that belongs to the chunk's first row; 0 with documents."""
+    """Row of E for the chunk's first row; 0 with documents."""
     position: int
-    """Column of the chunk's first row: its position, if the maps begin at position 0."""
-    spans: Spans | None = None
+    """Column of the chunk's first row; its position if the maps begin at position 0."""
+    spans: ColumnSpans | None = None
     gates: GateOperands | None = None
-    """Bias of gates, instead of the tables and E of the operands."""
+    """Bias of gates, which replaces the tables and E of the operands."""
 
 
 class MixerGradients(NamedTuple):
-    """Gradients of a chunk, by programs of the kernels, in float32."""
+    """Gradients of a chunk in float32, one partial sum per program of the kernels."""
 
     tables: Tensor
     """Gradients of U from distance −p on and of the bias, [programs, n, 48], see `unpack_tables`.
 
-    A call with gates has gradients of hidden values from column p on, and of logits, by column.
+    With gates, these are gradients of hidden values from column p on and of logits, by column.
     """
     edge: Tensor
-    """Gradient of E, [B, R, p, 32]; a call with gates has 4p columns."""
+    """Gradient of E, [B, R, p, 32]; [B, R, 4p, 32] with gates."""
     weights: Tensor
     """Gradients of both weights, [programs, 1, 2 · k · 512], see `unpack_weights`."""
     rows: Tensor | None = None
@@ -149,7 +149,7 @@ class MixerGradients(NamedTuple):
 
 
 def is_enabled() -> bool:
-    """Return True unless the environment turns these kernels off."""
+    """Return True unless the environment disables these kernels."""
     return os.environ.get(VARIABLE) != "0"
 
 
@@ -159,16 +159,16 @@ def has_compiler() -> bool:
     try:
         load_nvrtc()
     except CompileError as failure:
-        warnings.warn(f"CDAPE's CUDA kernels are left, Triton's take their place: {failure}", stacklevel=2)
+        warnings.warn(f"CDAPE's CUDA kernels are unavailable, using Triton's: {failure}", stacklevel=2)
         return False
     return True
 
 
-def fills_device(rows: int, batch: int, device: DeviceProperties) -> bool:
+def has_block_per_multiprocessor(rows: int, batch: int, device: DeviceProperties) -> bool:
     """Return True if a chunk has at least one block for each multiprocessor.
 
-    With fewer, Triton's smaller programs are faster: on an H200 a micro-batch of 512 tokens of the 350M model, which
-    has 16 blocks, took 20 ms with these kernels and kept the GPU busy for 12 ms with Triton's (docs/log.md).
+    With fewer blocks, Triton's smaller programs are faster. On an H200, a micro-batch of 512 tokens of the 350M model,
+    which has 16 blocks, took 20 ms with these kernels and 12 ms of GPU time with Triton's (docs/log.md).
     """
     return cdiv(rows, BLOCK_ROWS) * batch >= device.multi_processor_count
 
@@ -178,15 +178,17 @@ def is_supported(
     dtype: torch.dtype,
     dim: int,
     columns: int,
-    limits: tuple[Limit, ...] = TO_SCORES.limits,
+    limits: tuple[SizeLimit, ...] = SCORE_GRADIENT_KERNELS.limits,
 ) -> bool:
     """Return True if some GPU has kernels for these shapes, and the processor is within one of `limits`.
 
-    Kernels take half precision and heads whose dimension is a multiple of 16. Fewer heads or widths are padded. With at
-    most half of both, or at most 8 heads of widths above 32, Triton's kernels have no more instructions (README.md).
+    Kernels support half precision and head dimensions that are multiples of 16. Fewer heads or widths are padded. With
+    at most half of both, or at most 8 heads and a width above 32, Triton's kernels need no more instructions
+    (README.md).
 
     Args:
-        limits: those of a `KernelFamily`. Backward kernels, the default, take fewer sizes than that of the logits.
+        limits: limits of a `KernelFamily`. Backward kernels, the default, support fewer sizes than the kernel for
+            logits.
     """
     return (
         dtype in ELEMENTS
@@ -202,11 +204,11 @@ def is_supported(
 
 
 def build_score_inputs(
-    queries: Tensor, keys: Tensor, columns: int, position: int, spans: Spans | None = None
+    queries: Tensor, keys: Tensor, columns: int, position: int, spans: ColumnSpans | None = None
 ) -> ScoreInputs:
     """Describe a chunk's queries [B, H, R, d] and keys [B, H, C or more, d] for a kernel.
 
-    Queries have any strides but the last. The last two dimensions of keys are contiguous.
+    The last dimension of queries and the last two dimensions of keys are contiguous.
     """
     heads, rows = queries.shape[1:3]
     strides = (size * queries.element_size() for size in (queries.stride(1), keys.stride(1), queries.stride(2)))
@@ -221,22 +223,22 @@ def build_score_inputs(
 
 
 class SharedTables:
-    """Tables of partial sums that calls of the same shape reuse, as the layers of a pass do.
+    """Tables of partial sums that are reused by calls of the same shape, such as the layers of a pass.
 
-    The kernel writes the same entries in each of these calls, and those that it does not write stay zero. So one
-    operation fills them with zeros instead of one for each call. A call's sums must be added up before the next call.
+    The kernel writes the same entries in each of these calls, and all others stay zero. The tables are therefore filled
+    with zeros once instead of once per call. A call's sums must be read before the next call.
     """
 
     def __init__(self) -> None:
         self._key: tuple[int, ...] | None = None
         self._tables: Tensor | None = None
 
-    def find(self, key: tuple[int, ...], *sizes: int, **options: Any) -> Tensor:
-        """Return the tables, zero where no call wrote.
+    def get_or_create(self, key: tuple[int, ...], *sizes: int, **options: Any) -> Tensor:
+        """Return the tables for a key, created as zeros at first use.
 
         Args:
-            key: numbers that are equal in two calls if these write the same entries.
-            sizes, options: as for `torch.zeros`.
+            key: numbers that are equal for calls that write the same entries.
+            sizes, options: arguments of `torch.zeros`.
         """
         if self._tables is None or self._key != key or self._tables.shape != sizes:
             self._key, self._tables = key, torch.zeros(*sizes, **options)
@@ -253,10 +255,10 @@ def differentiate_mixer(
     """Run both kernels for a chunk.
 
     Args:
-        kernels: of `TO_SCORES` and `TO_WEIGHTS`.
-        dscores: [B, H, R, C], written where a row sees a column, and zero in the rest of the diagonal tiles.
-        launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
-        shared: tables for calls of the same documents, or None.
+        kernels: a kernel of `SCORE_GRADIENT_KERNELS` and one of `WEIGHT_GRADIENT_KERNELS`.
+        dscores: [B, H, R, C], written in columns that a row sees; the rest of the diagonal tiles is set to zero.
+        launch: runs a kernel on a grid of (blocks, sequences), on a GPU or in a test's emulator.
+        shared: tables shared by calls with the same documents, or None.
     """
     operands, layer = inputs.operands, inputs.layer
     fragments, gates, padding = operands.fragments, inputs.gates, operands.shape.padding
@@ -267,8 +269,8 @@ def differentiate_mixer(
     float32: dict[str, Any] = {"dtype": torch.float32, "device": inputs.dlogits.device}
     key = (*to_scores, rows, inputs.position, *((0, 0) if inputs.spans is None else inputs.spans[:2]))
     table_rows = num_rows if gates is None else columns
-    dtables = (shared or SharedTables()).find(key, prod(to_scores), table_rows, WIDTH + HEADS, **float32)
-    # Rows may not see their document's begin, nor columns of E twice.
+    dtables = (shared or SharedTables()).get_or_create(key, prod(to_scores), table_rows, WIDTH + HEADS, **float32)
+    # Rows may not see the start of their document, and may see no column of E twice.
     new_edge = torch.empty if inputs.spans is None and gates is None else torch.zeros
     dedge = new_edge(batch, rows, padding if gates is None else gates.edge.shape[2], WIDTH, **float32)
     drows = None if gates is None else torch.empty(batch, rows, WIDTH + HEADS, **float32)

@@ -22,7 +22,7 @@ from megatron.kernels.cuda.launch import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties
 
 FORWARD_KERNELS = (mixer_forward.KERNELS,)
-BACKWARD_KERNELS = (logit_gradient.KERNELS, mixer.TO_SCORES, mixer.TO_WEIGHTS)
+BACKWARD_KERNELS = (logit_gradient.KERNELS, mixer.SCORE_GRADIENT_KERNELS, mixer.WEIGHT_GRADIENT_KERNELS)
 
 
 def choose_kernels(
@@ -32,7 +32,7 @@ def choose_kernels(
     if not (problem.uses_mixer and k.is_cuda):
         return None
     batch, _, _, dim = k.shape
-    if not mixer.fills_device(chunk.rows, batch, get_device_properties(k)):
+    if not mixer.has_block_per_multiprocessor(chunk.rows, batch, get_device_properties(k)):
         return None
     is_local = chunk.document_starts is not None or chunk.right > problem.window
     own = problem.shape, problem.dtype, dim, chunk.right - chunk.left, is_local
@@ -69,10 +69,10 @@ def compute_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tenso
 def build_logit_inputs(
     problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, gates: GateOperands | None = None
 ) -> mixer_forward.LogitInputs:
-    """Describe what the CUDA kernels compute a chunk's logits from.
+    """Build the inputs from which the CUDA kernels compute a chunk's logits.
 
     Args:
-        gates: bias of gates, instead of the problem's tables, or None.
+        gates: bias of gates, which replaces the problem's tables, or None.
     """
     assert problem.operands is not None
     return mixer_forward.LogitInputs(
@@ -87,11 +87,11 @@ def build_logit_inputs(
     )
 
 
-def find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.Spans | None:
+def find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.ColumnSpans | None:
     """Return the columns that the chunk's rows see, or None if each row sees all columns from position 0."""
     if chunk.document_starts is None and chunk.right <= problem.window:
         return None
-    return mixer.Spans(problem.window, chunk.left, chunk.document_starts)
+    return mixer.ColumnSpans(problem.window, chunk.left, chunk.document_starts)
 
 
 def differentiate_softmax_of_chunk(

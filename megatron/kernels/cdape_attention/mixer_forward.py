@@ -1,4 +1,4 @@
-"""Logits by a CUDA kernel (`cuda/mixer_forward.h`): what it reads, and how it is launched.
+"""Inputs and launch of the CUDA kernel for logits (`cuda/mixer_forward.h`).
 
 B batch, H heads, R query rows of a chunk, C columns of its maps, N distances, D processor width, k kernel size,
 p = k//2. `geometry.pad_sizes` pads H and D.
@@ -14,13 +14,13 @@ from megatron.kernels.cdape_attention.gate_terms import GateInputs, GateOperands
 from megatron.kernels.cdape_attention.geometry import (
     KernelFamily,
     KernelForm,
-    Limit,
     MixerKernel,
+    SizeLimit,
     Tile,
     count_fragment_window_bytes,
     count_run_bytes,
 )
-from megatron.kernels.cdape_attention.mixer import Launch, ScoreInputs, Spans, build_score_inputs
+from megatron.kernels.cdape_attention.mixer import ColumnSpans, Launch, ScoreInputs, build_score_inputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, find_pointer
 from megatron.kernels.runtime import cdiv
 
@@ -33,13 +33,13 @@ KERNELS = KernelFamily(
     *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs"),
     (Tile(32, 16), Tile(32, 32), Tile(16, 64), Tile(16, 32)),
     _count_bytes,
-    (Limit(5, 16, 32), Limit(3, 16, 64), Limit(3, 32, 32)),
+    (SizeLimit(5, 16, 32), SizeLimit(3, 16, 64), SizeLimit(3, 32, 32)),
 )
-"""Kernels of the logits. For other sizes, Triton's kernels need no more instructions by count (README.md)."""
+"""Kernels for logits. For other sizes, Triton's kernels need no more instructions (README.md)."""
 
 
 class LogitArgs(ctypes.Structure):
-    """Inputs of the logits, as `cuda/logits.h` declares them."""
+    """Inputs of the logits, as declared in `cuda/logits.h`."""
 
     _fields_ = (
         ("scores", ScoreInputs),
@@ -50,7 +50,7 @@ class LogitArgs(ctypes.Structure):
 
 
 class MixerForwardArgs(ctypes.Structure):
-    """Arguments of the kernel, as `cuda/mixer_forward.h` declares them."""
+    """Arguments of the kernel, as declared in `cuda/mixer_forward.h`."""
 
     _fields_ = (
         ("inputs", LogitArgs),
@@ -63,27 +63,27 @@ class LogitInputs(NamedTuple):
     """Inputs of the kernel for one chunk of rows."""
 
     queries: Tensor
-    """[B, H, R, d], scaled: rows of a tensor whose last two dimensions are contiguous."""
+    """Scaled queries [B, H, R, d]: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
-    """[B, H, C or more, d], alike; C is the position after the chunk's last row."""
+    """Keys [B, H, C or more, d] with contiguous last dimensions; C is the position after the chunk's last row."""
     operands: MixerOperands
     layer: int
-    """Number of the layer among those of the operands."""
+    """Index of the layer in the operands."""
     first_row: int
-    """Row of E that belongs to the chunk's first row; 0 with documents."""
+    """Row of E for the chunk's first row; 0 with documents."""
     position: int
-    """Column of the chunk's first row: its position, if the maps begin at position 0."""
-    spans: Spans | None = None
+    """Column of the chunk's first row; its position if the maps begin at position 0."""
+    spans: ColumnSpans | None = None
     gates: GateOperands | None = None
-    """Bias of gates, instead of the tables and E of the operands."""
+    """Bias of gates, which replaces the tables and E of the operands."""
 
 
 def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> Tensor:
-    """Return the logits of a chunk, float32 [B, H, R, C], undefined where a row does not see a column.
+    """Return the logits of a chunk, float32 [B, H, R, C], undefined in columns that a row does not see.
 
     Args:
-        kernel: of `KERNELS`.
-        launch: runs a kernel on a grid of (blocks, sequences): on a GPU, or in a test's emulator.
+        kernel: a kernel of `KERNELS`.
+        launch: runs a kernel on a grid of (blocks, sequences), on a GPU or in a test's emulator.
     """
     batch, heads, rows, _ = inputs.queries.shape
     columns = inputs.position + rows
@@ -95,10 +95,10 @@ def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> 
 
 
 def build_logit_args(inputs: LogitInputs, bias_copies: int = 1) -> LogitArgs:
-    """Describe what the logits of a chunk are computed from.
+    """Build the kernel arguments that describe the inputs of a chunk's logits.
 
     Args:
-        bias_copies: copies of the bias that the kernel reads, the last ones.
+        bias_copies: number of copies of the bias that the kernel reads, counted from the last.
     """
     operands, layer, position = inputs.operands, inputs.layer, inputs.position
     fragments = operands.fragments

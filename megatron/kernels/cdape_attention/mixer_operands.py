@@ -1,7 +1,7 @@
-"""Operands of the CUDA kernels in the orders in which these read them, and their gradients back.
+"""Operands of the CUDA kernels in the kernels' layouts, and conversion of their gradients back.
 
-Operands of all layers are built by the same few operations, which the host issues one by one: those of the logits
-before the first layer, those of the backward pass alone before its first layer.
+The operands of all layers are built together by a few operations, because the host launches them one by one. Operands
+of the logits are built before the first layer, those of the backward pass before the backward pass of its first layer.
 
 L layers, H heads, N distances, D processor width, k kernel size, p = k//2. `geometry.pad_sizes` pads H and D.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, pad_sizes
-from megatron.kernels.cdape_attention.scores import padded_channels
+from megatron.kernels.cdape_attention.scores import count_padded_channels
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 from megatron.kernels.runtime import cdiv
 
 TABLE_FRONT = 96
-"""Entries of U before distance 0, which tiles at the diagonal read."""
+"""Number of entries of U before distance 0, which tiles at the diagonal read."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
 GROUP = 8
-"""Adjacent distances in the table of `build_group_table`."""
+"""Number of adjacent distances in a group of the table of `build_group_table`."""
 BIAS_COPIES = 4
 BLOCK_ROWS = 32
 """Largest number of rows of a block."""
@@ -31,10 +31,10 @@ MAX_TILE_COLUMNS = 64
 
 
 def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
-    """Return U [L, n, D] in the order of accumulators.
+    """Return U [L, n, D] in the layout of accumulators.
 
     Returns:
-        float32 [L, entries, 64]. Entry e has distances e − front and e − front + 8.
+        float32 [L, entries, 64]. Entry e contains distances e − front and e − front + 8.
     """
     layers, known, width = contributions.shape
     entries = TABLE_FRONT + distances
@@ -52,21 +52,21 @@ def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
 def build_group_table(
     contributions: Tensor, padding: int, position: int, distances: int, padded_width: int
 ) -> tuple[Tensor, int]:
-    """Return U [L, n, D] as operands of products, and the group at which a row begins.
+    """Return U [L, n, D] as operands of products, and the index of a row's first group.
 
     Returns:
         Operands, float16 [L, groups, widths / 16, 32 lanes, 2 n-tiles, 2 groups, 2], zero beyond the given distances;
-        and the group with the distance between the row at `position` and column p + 7. A row 8 positions later has the
-        next group.
+        and the index of the group that contains the distance between the row at `position` and column p + 7. For a row
+        8 positions later, it is the next group.
     """
     layers, known, width = contributions.shape
-    least = position - padding - 7  # is the first distance of a group
+    least = position - padding - 7  # first distance of a group
     front = TABLE_FRONT + GROUP + -(least + TABLE_FRONT) % GROUP
     groups = cdiv(front + distances, GROUP) + 3
     covered = min(known, distances + padding)
     sides = (0, padded_width - width, front - padding, (groups + 1) * GROUP - (front - padding) - covered)
     padded = F.pad(contributions[:, :covered], sides).clamp_(-LARGEST_EXCHANGED, LARGEST_EXCHANGED)
-    # The distance is 8·(group + next) + 2t + half of a word, the width 16·step + 4·(g // 2) + 2·n + g % 2.
+    # The distance is 8·(group + next) + 2t + (half of a word); the width is 16·step + 4·(g // 2) + 2·n + g % 2.
     steps, row = padded_width // 16, padded_width
     sizes = (layers, groups, steps, 4, 2, 4, 2, 2, 2)  # layer, group, step, g // 2, g % 2, t, n, next, half of a word
     strides = (padded.stride(0), GROUP * row, 16, 4, 1, 2 * row, 2, GROUP * row, row)
@@ -76,14 +76,14 @@ def build_group_table(
 
 
 def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int, padded_heads: int) -> tuple[Tensor, int]:
-    """Return what is added to the logits by head and distance, and the entry of distance 0 in the last copy.
+    """Return the bias of the logits by head and distance, and the entry of distance 0 in the last copy.
 
-    Copy x is shifted by 3 − x entries, so that any four distances begin at a multiple of 4 in one of them.
+    Copy x is shifted by 3 − x entries. Any four consecutive distances then begin at a multiple of 4 in one copy.
 
     Args:
-        bias_table: [L, H, N], or [L, H, 0] if nothing but the constant is added.
+        bias_table: [L, H, N], or [L, H, 0] if only the constant is added.
         b2: [L, heads], padded.
-        position: of a row, modulo 4: its distance from column 0 begins at a multiple of 4 in the last copy.
+        position: position of a row, modulo 4. Its distance from column 0 is at a multiple of 4 in the last copy.
 
     Returns:
         float32 [L, 4 copies, padded heads, entries].
@@ -100,7 +100,7 @@ def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int, pa
 
 
 class Fragments(NamedTuple):
-    """Weights as operands of products: [L, slices of the width · k · 4 · 32 lanes · 4] each."""
+    """Weights as operands of products, each [L, slices of the width · k · 4 · 32 lanes · 4]."""
 
     w1: Tensor
     """W1 in float16."""
@@ -113,7 +113,7 @@ class Fragments(NamedTuple):
 
 
 def build_fragments(w1: Tensor, w2: Tensor, padded_width: int) -> Fragments:
-    """Return W1 [L, k, H, D] and W2 [L, k, D, H], of 16 or 32 heads, as operands of products."""
+    """Return W1 [L, k, H, D] and W2 [L, k, D, H] as operands of products, for 16 or 32 heads."""
     if missing := padded_width - w1.shape[3]:
         w1, w2 = F.pad(w1, (0, missing)), F.pad(w2, (0, 0, 0, missing))
     joined = torch.cat([w1.flatten(1), w2.flatten(1)], 1)
@@ -133,21 +133,21 @@ def unpack_weights(sums: Tensor, shape: WeightShape) -> Tensor:
 
 
 def unpack_tables(sums: Tensor, shape: WeightShape) -> tuple[Tensor, Tensor]:
-    """Return the gradients of U [L, n, D], from distance −p on, and of the bias in the logits [L, n, H].
+    """Return the gradients of U [L, n, D] from distance −p on, and of the bias of the logits [L, n, H].
 
     Args:
-        sums: along diagonals, [L, n, 48].
+        sums: sums along diagonals, [L, n, 48].
     """
     return sums[..., : shape.width], sums.index_select(2, _list_head_columns(sums.device))[..., : shape.heads]
 
 
 class LogitTables(NamedTuple):
-    """Tables by distance that the logits of a position read."""
+    """Tables by distance for the logits of rows from a position on."""
 
     table: Tensor
     """U, in the layout of `build_group_table`."""
     group: int
-    """Group of the distance of the position's row and column p + 7."""
+    """Index of the group that contains the distance between the row at the position and column p + 7."""
     bias: Tensor
     """Bias of the logits, in the layout of `build_bias`."""
     bias_front: int
@@ -156,12 +156,12 @@ class LogitTables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MixerOperands:
-    """Operands of L layers. Each kind is built for all of them when a layer first asks for it."""
+    """Operands of L layers. Each kind is built for all layers when it is first requested."""
 
     contributions: Tensor
     """float32 [L, p + N, D]: U from distance −p on (`bias_product.py`)."""
     edge: Tensor
-    """float32 [L, R, p, D]: E of the call's rows, or of all positions in a document if there are several."""
+    """float32 [L, R, p, D]: E of the call's rows, or of all positions of a document if rows contain several."""
     bias_table: Tensor
     """float32 [L, H, N], added to the logits; [L, H, 0] if nothing is added."""
     weights: PackedWeights
@@ -173,12 +173,12 @@ class MixerOperands:
 
     @property
     def distances(self) -> int:
-        """Number of distances that row blocks read, whose tiles may begin left of column 0."""
+        """Number of distances that row blocks read, including those of tiles that begin left of column 0."""
         return self.last + BLOCK_ROWS - 1 + MAX_TILE_COLUMNS
 
     @property
     def padded_sizes(self) -> tuple[int, int]:
-        """Heads and width that kernels compute with."""
+        """Padded number of heads and padded width with which kernels compute."""
         return pad_sizes(self.shape.heads, self.shape.width)
 
     @cached_property
@@ -187,7 +187,7 @@ class MixerOperands:
 
     @cached_property
     def wide_edge(self) -> Tensor:
-        """E, [L, R, p, D] with D padded."""
+        """E, [L, R, p, D], with D padded."""
         missing = self.padded_sizes[1] - self.shape.width
         return F.pad(self.edge, (0, missing)) if missing else self.edge
 
@@ -197,7 +197,7 @@ class MixerOperands:
         return build_table(self.contributions, self.shape.padding, self.distances)
 
     def find_logit_tables(self, position: int) -> LogitTables:
-        """Return the tables by distance for logits of rows from a position on."""
+        """Return the tables by distance for the logits of rows from a position on."""
         first = position % GROUP
         if first not in self._tables:
             heads, width = self.padded_sizes
@@ -210,7 +210,7 @@ class MixerOperands:
 
 
 def find_pointer(stacked: Tensor, layer: int) -> int:
-    """Return the address of a layer's part of a tensor with L in front."""
+    """Return the address of a layer's slice of a tensor whose first dimension is L."""
     return stacked.data_ptr() + layer * stacked.stride(0) * stacked.element_size()
 
 
@@ -226,7 +226,7 @@ def list_tile_widths() -> list[int]:
 
 @cache
 def _list_table_columns(device: torch.device) -> Tensor:
-    """Columns of U by parity of the entry, step, n, t and width: n is swapped where the parity is odd."""
+    """Return the columns of U by parity of the entry, step, n, t and width; n is swapped for odd entries."""
     columns = [
         _width(2 * step + (n ^ parity), 2 * t + x)
         for parity in range(2)
@@ -267,12 +267,12 @@ def _build_fragment_index(taps: int, heads: int, width: int, device: torch.devic
 
 @cache
 def _build_patch_index(shape: WeightShape, device: torch.device) -> Tensor:
-    """Into sums [2, k, 4 n-tiles, 32 lanes, 4], which are followed by a zero."""
+    """Build the index into sums [2, k, 4 n-tiles, 32 lanes, 4], which are followed by a zero."""
     taps = shape.kernel_size
     which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, 4, 32, 4)), indexing="ij")
     head, width = lane // 4 + 8 * (x // 2), _width(tile, 2 * (lane % 4) + x % 2)
     mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # the taps of the second are (`weights.py`)
-    channels, (rows, columns) = padded_channels(shape.heads), shape.packed[2]
+    channels, (rows, columns) = count_padded_channels(shape.heads), shape.packed[2]
     is_kept = (head < channels) & (width < columns)
     place = (which * rows + mirrored * channels + head) * columns + width
     index = torch.full((2 * rows * columns,), place.numel())

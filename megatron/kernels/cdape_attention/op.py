@@ -15,16 +15,16 @@ from megatron.kernels.cdape_attention import driver, mixer
 from megatron.kernels.cdape_attention.args import CdapeArgs, check_shapes
 from megatron.kernels.cdape_attention.bias_product import BiasProduct, get_bias_product
 from megatron.kernels.cdape_attention.chunks import CdapeProblem
-from megatron.kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, max_chunk_rows
+from megatron.kernels.cdape_attention.configs import MIN_ROWS, choose_chunk_rows, compute_max_chunk_rows
 from megatron.kernels.cdape_attention.head_products import AttentionOutput
 from megatron.kernels.cdape_attention.layer_terms import (
     LayerTerms,
     build_problems,
     compute_terms,
     differentiate_terms,
-    take_sums,
+    get_layer_sums,
 )
-from megatron.kernels.cdape_attention.term_sums import TermSums, add_mixer_sums, new_term_sums
+from megatron.kernels.cdape_attention.term_sums import TermSums, add_mixer_sums, allocate_term_sums
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from megatron.kernels.head_dim import MAX_HEAD_DIM
 from megatron.kernels.runtime import DTYPES, get_arch, get_device_properties, get_uncompiled_apply, launch_context
@@ -59,8 +59,8 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         raise ValueError(f"sinks is on {sinks.device} and q on {q.device}")
     _check_limits(q, k, v, w1, offset, chunk)
     if sinks is not None:
-        # The kernels add b2 to the logits and give it no gradient, since softmax cancels it without sinks. Raising all
-        # keys' logits equals lowering the sink.
+        # The kernels add b2 to the logits but compute no gradient for it, because softmax cancels it without sinks.
+        # Raising the logits of all keys equals lowering the sink.
         sinks = sinks + (b2.detach() - b2).float()
     batch, heads, rows, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
@@ -68,9 +68,9 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         chunk = choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, get_device_properties(q))
     if terms is not None:
         if document_starts is not None:
-            raise ValueError("terms are of a call without document_starts")
+            raise ValueError("precomputed terms cannot be combined with document_starts")
         if not terms.fits(q, offset, window):
-            raise ValueError("terms are of another call")
+            raise ValueError("precomputed terms do not match the shape of this call")
         attended: Tensor = get_uncompiled_apply(_AttendWithTerms)(
             *(q, k, v, sinks, terms.anchor, terms, scale, min(chunk, rows)),
             _needs_gradients(q, k, v, sinks, terms.anchor),
@@ -101,7 +101,7 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
         raise ValueError(f"w1 is {list(w1.shape)}; D must be from 1 to {MAX_PROCESSOR_WIDTH}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
-    max_rows = max_chunk_rows(q.shape[1], offset + rows)
+    max_rows = compute_max_chunk_rows(q.shape[1], offset + rows)
     if max_rows < MIN_ROWS:
         raise ValueError(f"{offset + rows} columns; with {q.shape[1]} heads there must be fewer")
     if chunk is not None and min(chunk, rows) > max_rows:
@@ -135,7 +135,7 @@ class _CdapeAttention(torch.autograd.Function):
         chunk: int,
         needs_gradients: bool,
     ) -> Tensor:
-        get_arch(q)  # raises where no kernel can run
+        get_arch(q)  # raises if no kernel can run
         heads, rows = q.shape[1:3]
         shape = get_weight_shape(heads, w1.shape[0], w1.shape[-1], bias is not None)
         # Rows of packed documents can have any distance from their left edge.
@@ -145,10 +145,12 @@ class _CdapeAttention(torch.autograd.Function):
         biases = None if bias is None else bias[None]
         contributions, packed = compute_terms(product, biases, [(w1, b1, w2, b2)])
         (problem,) = build_problems(product, contributions, biases, packed, residual_bias=residual_bias)
-        problem = replace(problem, rows=rows, offset=offset, document_starts=document_starts, sinks=_contiguous(sinks))
+        problem = replace(
+            problem, rows=rows, offset=offset, document_starts=document_starts, sinks=_make_contiguous(sinks)
+        )
         problem = replace(problem, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
-        # `save_for_backward` frees these tensors when they are not needed any more.
+        # `save_for_backward` frees these tensors after the backward pass.
         ctx.save_for_backward(*kept, biases, contributions, document_starts, problem.sinks, *packed)
         ctx.residual_bias = residual_bias
         ctx.product, ctx.offset, ctx.scale, ctx.chunk = product, offset, scale, chunk
@@ -166,7 +168,7 @@ class _CdapeAttention(torch.autograd.Function):
             problem, rows=kept[0].shape[2], offset=ctx.offset, document_starts=document_starts, sinks=sinks
         )
         problem = replace(problem, uses_mixer=ctx.uses_mixer)
-        sums = _new_sums(problem, product, 0 if biases is None else biases.shape[2], kept)
+        sums = _allocate_sums(problem, product, 0 if biases is None else biases.shape[2], kept)
         *dqkv, dsinks = _attend_backward(dout, kept, problem, product, sums.select_layer(0), ctx)
         (dbias,), (dweights,) = differentiate_terms(product, biases, packed.bias_weight, sums, ctx.dtypes)
         return (*dqkv, None if biases is None else dbias, *dweights, dsinks, *(None,) * 7)
@@ -189,7 +191,7 @@ class _AttendWithTerms(torch.autograd.Function):
         needs_gradients: bool,
     ) -> Tensor:
         get_arch(q)
-        sinks = _contiguous(sinks)
+        sinks = _make_contiguous(sinks)
         problem = _configure(terms.problem, sinks, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
         ctx.save_for_backward(*kept, sinks)
@@ -202,9 +204,9 @@ class _AttendWithTerms(torch.autograd.Function):
         *kept, sinks = ctx.saved_tensors
         problem, product = _configure(ctx.terms.problem, sinks, uses_mixer=ctx.uses_mixer), ctx.terms.product
         if ctx.node is None:  # neither table nor weights need a gradient
-            sums = _new_sums(problem, product, problem.bias_table.shape[1], kept).select_layer(0)
+            sums = _allocate_sums(problem, product, problem.bias_table.shape[1], kept).select_layer(0)
         else:
-            sums = take_sums(ctx.node, problem, uses_mixer=_has_residue(kept))
+            sums = get_layer_sums(ctx.node, problem, uses_mixer=_has_residue(kept))
         return (*_attend_backward(dout, kept, problem, product, sums, ctx), *(None,) * 5)
 
 
@@ -215,7 +217,7 @@ def _configure(problem: CdapeProblem, sinks: Tensor | None, *, uses_mixer: bool)
     return replace(problem, sinks=sinks, uses_mixer=uses_mixer)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
+def _make_contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
@@ -234,15 +236,15 @@ def _attend(
 
 
 def _has_residue(kept: Sequence[Tensor | None]) -> bool:
-    """Return True if the CUDA kernels compute the backward pass of a call that kept these tensors."""
+    """Return True if the CUDA kernels compute the backward pass of a call that saved these tensors."""
     return kept[-1] is not None
 
 
-def _new_sums(
+def _allocate_sums(
     problem: CdapeProblem, product: BiasProduct, num_distances: int, kept: Sequence[Tensor | None]
 ) -> TermSums:
-    """Return the sums of a call by itself, zero, with L = 1 in front."""
-    sums = new_term_sums(1, product, num_distances, problem.bias_contributions.device)
+    """Return zero-initialized sums for a single call, with L = 1."""
+    sums = allocate_term_sums(1, product, num_distances, problem.bias_contributions.device)
     return add_mixer_sums(sums, problem) if _has_residue(kept) else sums
 
 

@@ -188,8 +188,8 @@ def _multiply_columns(
 @triton.jit(do_not_specialize=["H", "R", "C", "first_row", "first_column", "window", "C_total"])
 def _multiply_transposed_kernel(
     map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
-    x_ptr,  # [B, H, R, d] compute type, of any strides but the last: the chunk's rows
-    out_ptr,  # [B, H, C_total, d], at the maps' column 0: written, or added to
+    x_ptr,  # [B, H, R, d] compute type, the chunk's rows; the last dimension is contiguous
+    out_ptr,  # [B, H, C_total, d], at the maps' column 0: written or added to
     document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     H,
     R,

@@ -18,7 +18,7 @@ SMALL_GROUP = tl.constexpr(2)
 """Number of heads stored together by code with masks or per-element addresses, where eight would spill registers."""
 
 
-def padded_channels(heads: int) -> int:
+def count_padded_channels(heads: int) -> int:
     """Return the number of channels of a map: the heads, padded with zeros to a whole group."""
     return -(-heads // GROUP.value) * GROUP.value
 

@@ -17,7 +17,7 @@ from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpac
 
 
 class MixerSums(NamedTuple):
-    """The CUDA kernels' part of these gradients, in their own order."""
+    """Sums of the CUDA kernels, in the kernels' layouts."""
 
     tables: Tensor
     """float32 [L, distances + p, 48], see `mixer_operands.unpack_tables`."""
@@ -30,10 +30,10 @@ class MixerSums(NamedTuple):
 
 
 class TermSums(NamedTuple):
-    """Gradients of layers' table and weight terms, to which chunks add; within a call those of its layer, without L."""
+    """Gradients of the table and weight terms of layers, to which chunks add. Within a call, L is absent."""
 
     bias_product: Tensor
-    """float32 [L, 2p + N, D·(1 + p)], from `BiasProduct.new_gradient`."""
+    """float32 [L, 2p + N, D·(1 + p)], from `BiasProduct.allocate_gradient`."""
     bias_table: Tensor
     """float32 [L, N, H]; [L, 0, H] without a bias."""
     patches: Tensor
@@ -48,8 +48,8 @@ class TermSums(NamedTuple):
         return TermSums(self.bias_product[layer], self.bias_table[layer], self.patches[layer], mixer)
 
 
-def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device: torch.device) -> TermSums:
-    """Allocate sums of zeros, so that a layer without a backward pass has zero gradients.
+def allocate_term_sums(layers: int, product: BiasProduct, num_distances: int, device: torch.device) -> TermSums:
+    """Allocate sums, initially zero, so that a layer without a backward pass has zero gradients.
 
     Args:
         num_distances: number of distances of the bias; 0 without one.
@@ -57,11 +57,11 @@ def new_term_sums(layers: int, product: BiasProduct, num_distances: int, device:
     shape = product.shape
     bias_table = torch.zeros(layers, num_distances, shape.heads, dtype=torch.float32, device=device)
     patches = torch.zeros(layers, 2, *shape.packed[2], dtype=torch.float32, device=device)
-    return TermSums(product.new_gradient(layers, device), bias_table, patches)
+    return TermSums(product.allocate_gradient(layers, device), bias_table, patches)
 
 
 def add_mixer_sums(sums: TermSums, problem: CdapeProblem) -> TermSums:
-    """Return the sums of layers with room for those of the CUDA kernels, zero."""
+    """Return the sums of layers together with zero-initialized sums for the CUDA kernels."""
     assert problem.operands is not None
     layers, device = len(sums.patches), sums.patches.device
     count = problem.operands.distances + problem.padding

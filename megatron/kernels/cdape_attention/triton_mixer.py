@@ -12,11 +12,11 @@ from torch import Tensor
 from megatron.kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from megatron.kernels.cdape_attention.bias_product import BiasProduct
 from megatron.kernels.cdape_attention.chunks import ALIGNED, CdapeProblem, Chunk
-from megatron.kernels.cdape_attention.configs import choose_splits, heads_constants, heads_tile
+from megatron.kernels.cdape_attention.configs import build_heads_constants, choose_heads_tile, choose_splits
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
 from megatron.kernels.cdape_attention.head_products import get_head_strides, launch_softmax
 from megatron.kernels.cdape_attention.partial_sums import add_sums
-from megatron.kernels.cdape_attention.scores import _scores_kernel, padded_channels
+from megatron.kernels.cdape_attention.scores import _scores_kernel, count_padded_channels
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_sums_kernel
 from megatron.kernels.cdape_attention.term_sums import TermSums, pair_edges
 from megatron.kernels.launcher import launch
@@ -51,21 +51,21 @@ class ChunkMaps:
 def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
     """Return S of a chunk, heads last, in the compute type; fully masked tiles are undefined."""
     batch, heads, columns, dim = k.shape
-    tile = heads_tile(chunk.rows, problem.dtype)
+    tile = choose_heads_tile(chunk.rows, problem.dtype)
     width = chunk.right - chunk.left
-    scores = torch.empty(batch, chunk.rows, width, padded_channels(heads), dtype=k.dtype, device=k.device)
+    scores = torch.empty(batch, chunk.rows, width, count_padded_channels(heads), dtype=k.dtype, device=k.device)
     tensors = (chunk.slice_rows(scaled), chunk.slice_columns(k), scores)
     launch(
         _scores_kernel,
-        head_tile_grid(chunk, tile, batch),
+        compute_head_tile_grid(chunk, tile, batch),
         (*tensors, chunk.document_starts, *chunk.extent, problem.window, problem.rows, columns),
-        heads_constants(heads, dim, tile, problem.dtype, True),
+        build_heads_constants(heads, dim, tile, problem.dtype, True),
         tile.options,
     )
     return scores
 
 
-def head_tile_grid(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]:
+def compute_head_tile_grid(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, int, int]:
     """Return the grid of a kernel whose programs process a tile of all heads."""
     return cdiv(chunk.right - chunk.left, tile.block_n), cdiv(chunk.rows, tile.block_m), batch
 
@@ -97,15 +97,15 @@ def softmax_backward(
     inputs = (maps.logits, chunk.slice_columns(v), chunk.slice_rows(dout), *of_rows)
     launch_softmax(_attend_sums_kernel, "attend_sums", problem, chunk, v, inputs)
     aligned = (chunk.right - chunk.left) % ALIGNED == 0
-    tile = heads_tile(chunk.rows, problem.dtype)
+    tile = choose_heads_tile(chunk.rows, problem.dtype)
     launch(
         _attend_bwd_kernel,
-        head_tile_grid(chunk, tile, batch),
+        compute_head_tile_grid(chunk, tile, batch),
         (
             *(*inputs, maps.probabilities, maps.dlogits, chunk.document_starts),
             *(*chunk.extent, problem.window, problem.rows, columns, *get_head_strides(dout)),
         ),
-        heads_constants(heads, dim, tile, problem.dtype, aligned),
+        build_heads_constants(heads, dim, tile, problem.dtype, aligned),
         tile.options,
     )
 

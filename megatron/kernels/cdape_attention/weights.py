@@ -1,8 +1,7 @@
 """Gather weights into the layouts that kernels and products read, and gather their gradients back.
 
-The host launches each operation, whatever its size, and there are dozens of layouts and pieces. All weights are
-therefore concatenated and gathered once, by an index that depends on the shapes alone. If the caller has several
-layers, they are gathered together.
+There are dozens of layouts, and the host would launch small operations for each. All weights are therefore concatenated
+and gathered once, by an index that depends on the shapes alone. The weights of several layers are gathered together.
 
 L layers, H heads, D processor width, k kernel size, p = k//2, HP and DP padded for matrix products, KC patches
 (`skewed_tiles.py`).
@@ -19,13 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.kernels.cdape_attention.bias_term import promote_to_float32
-from megatron.kernels.cdape_attention.scores import padded_channels
+from megatron.kernels.cdape_attention.scores import count_padded_channels
 from megatron.kernels.head_dim import pad_for_dot
 
 
 @dataclass(frozen=True)
 class WeightShape:
-    """Sizes that determine all layouts."""
+    """Sizes of a processor, which determine all layouts."""
 
     heads: int
     width: int
@@ -41,7 +40,7 @@ class WeightShape:
     @cached_property
     def patch_rows(self) -> int:
         """Number of rows of a patch matrix, KC."""
-        return pad_for_dot(self.kernel_size * padded_channels(self.heads))
+        return pad_for_dot(self.kernel_size * count_padded_channels(self.heads))
 
     @cached_property
     def weights(self) -> tuple[tuple[int, ...], ...]:
@@ -105,7 +104,7 @@ class _Index(NamedTuple):
 def pack_weights(
     shape: WeightShape, weights: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], dtype: torch.dtype
 ) -> PackedWeights:
-    """Pack the weights of layers, w1, b1, w2, b2 as in `args.CdapeArgs`, for a compute type, with L in front."""
+    """Pack the weights w1, b1, w2, b2 (see `args.CdapeArgs`) of L layers for a compute type."""
     first = weights[0][0]
     index, zero = _build_index(shape, first.device), _build_zero(first.dtype, first.device)
     joined = torch.cat([x for w1, b1, w2, b2 in weights for x in (w1.reshape(-1), b1, w2.reshape(-1), b2, zero)])
@@ -140,7 +139,7 @@ def unpack_gradients(
 
 
 def _split(flat: Tensor, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
-    """Split the first entries of [L, n] into tensors of these shapes, with L in front."""
+    """Split the first entries of [L, n] into tensors of these shapes, with L as the first dimension."""
     sizes = _list_sizes(shapes)
     pieces = flat.split([*sizes, flat.shape[1] - sum(sizes)], 1)
     return [piece.view(len(flat), *shape) for piece, shape in zip(pieces, shapes, strict=False)]
@@ -169,7 +168,7 @@ def _build_index(shape: WeightShape, device: torch.device) -> _Index:
         packed = [torch.full(piece, zero) for piece in shape.packed]
         packed[0][:, :heads, :width] = scores.permute(2, 1, 0)
         packed[1][:, :width, :heads] = second.permute(2, 1, 0)
-        channels = padded_channels(heads)
+        channels = count_padded_channels(heads)
         for patches, weight in ((packed[2], scores), (packed[3], second.transpose(0, 1).flip(2))):
             by_tap = patches[: size * channels].view(size, channels, -1)
             by_tap[:, :heads, :width] = weight.permute(2, 1, 0)

@@ -1,4 +1,4 @@
-// The language of warp.h on a GPU. PTX ISA 8.1, compute capability 8.0 and later. NVRTC needs no header for it.
+// The language of warp.h on a GPU: PTX ISA 8.1, compute capability 8.0 and later. NVRTC needs no header.
 #pragma once
 
 #define KERNEL_CODE __device__ __forceinline__
@@ -49,7 +49,7 @@ KERNEL_CODE f32 logarithm2(f32 a) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(a));
   return value;
 }
-// a · 2^bits, or 0 if `bits` is not in 0 … 31.
+// Returns a · 2^bits, or 0 if `bits` is not in 0 … 31.
 KERNEL_CODE u32 shift_left(u32 a, i32 bits) {
   u32 word;
   asm("shl.b32 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(bits));
@@ -97,7 +97,7 @@ KERNEL_CODE f32 high_exchange(u32 word) {
 KERNEL_CODE u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 KERNEL_CODE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 
-// Matrix products of a warp, m16n8k16: d += a·b, or d = a·b. The layouts are those of the PTX manual for mma.sync.
+// Matrix products of a warp, m16n8k16: d += a·b, or d = a·b. Layouts are those of mma.sync in the PTX manual.
 #define MMA(NAME, TYPE)                                                                      \
   KERNEL_CODE void NAME(f32(&d)[4], const u32(&a)[4], u32 b0, u32 b1) {                      \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                      \
@@ -116,7 +116,7 @@ KERNEL_CODE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 MMA(mma_bf16, "bf16")
 MMA(mma_exchange, "f16")
 #undef MMA
-// The same with K = 8.
+// Matrix products with K = 8.
 #define MMA_K8(NAME, TYPE)                                             \
   KERNEL_CODE void NAME(f32(&d)[4], u32 a0, u32 a1, u32 b) {           \
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE \
@@ -128,23 +128,23 @@ MMA_K8(mma_bf16_k8, "bf16")
 MMA_K8(mma_exchange_k8, "f16")
 #undef MMA_K8
 
-// The same word from an instruction of its own. A fragment whose words were loaded by different instructions is copied
-// to neighboring registers for every product that reads it; one of settled words stands there once. Grids have one
-// block in their third dimension, which the compiler does not know.
+// Copies a word by a separate instruction. The compiler copies a fragment whose words were loaded by different
+// instructions to adjacent registers before every product that reads it; copies made here stay in adjacent registers.
+// Grids have one block in their third dimension, which the compiler cannot know.
 KERNEL_CODE u32 settle(u32 a) {
   u32 d;
   asm("or.b32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(blockIdx.z));
   return d;
 }
 
-// The transpose of an 8 × 8 matrix of 16-bit numbers: lane 4g + t holds columns 2t and 2t + 1 of row g.
+// Transposes an 8 × 8 matrix of 16-bit numbers: lane 4g + t holds columns 2t and 2t + 1 of row g.
 KERNEL_CODE u32 transpose_8x8(u32 a) {
   u32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
   return d;
 }
 
-// Shared memory: a base that all lanes have, and each lane's offset in bytes, a multiple of what is read or written.
+// Shared memory: a base common to all lanes, and an offset of each lane in bytes, a multiple of the access size.
 struct SharedMemory {
   char* base;
 };
@@ -163,7 +163,7 @@ KERNEL_CODE void store_shared(SharedMemory s, i32 offset, Words<N> v) {
   *(Vector*)(s.base + offset) = *(Vector*)v.x;
 }
 
-// Global memory: a lane's address, to which loads and stores add a constant. What is loaded is not written meanwhile.
+// Global memory: a lane's address, to which loads and stores add a constant. Loaded values must not change meanwhile.
 struct Address {
   const char* p;
 };
@@ -177,10 +177,10 @@ KERNEL_CODE Words<N> load_global(Address a, int constant) {
   *(Vector*)v.x = __ldg((const Vector*)(a.p + constant));
   return v;
 }
-// A number that all lanes read, on which control flow may depend.
+// Loads a number for all lanes; control flow may depend on it.
 KERNEL_CODE int load_uniform(const void* array, int index) { return __ldg((const int*)array + index); }
-// The same, not moved beyond a barrier: where registers are scarce, a compiler else delays it until just before its
-// use.
+// Loads words without being moved past a barrier. If registers are scarce, the compiler would otherwise delay the load
+// until just before its use.
 template <int N>
 KERNEL_CODE Words<N> request_global(Address a, int constant) {
   Words<N> v;
@@ -196,7 +196,7 @@ KERNEL_CODE Words<N> request_global(Address a, int constant) {
 }
 template <int N>
 KERNEL_CODE void store_global(Address a, int constant, Words<N> v, pred is_stored) {
-  // In PTX, since a compiler makes branches of conditions here.
+  // In PTX, because the compiler would turn the condition into branches.
   const char* to = a.p + constant;
   if constexpr (N == 1)
     asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.b32 [%0], %1;}" ::"l"(to), "r"(v.x[0]),

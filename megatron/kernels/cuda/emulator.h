@@ -1,5 +1,5 @@
-// The language of warp.h on a CPU: a register holds the values of 32 lanes, and a thread block runs one warp after the
-// other in every phase. Faults are counted in `faults()`, so that a test sees them even where the result is right.
+// The language of warp.h on a CPU. A register holds the values of 32 lanes, and a thread block runs its warps one after
+// another in every phase. `faults()` counts errors, so that tests detect them even if the result is correct.
 #pragma once
 #include <ucontext.h>
 
@@ -16,15 +16,15 @@
 #define NO_UNROLL_FOR for
 #define EACH_LANE for (int lane = 0; lane < 32; lane++)
 
-// What a test asserts to be zero, and the bank conflicts of shared memory.
+// Counts of errors, which tests assert to be zero, and of the clocks of shared memory accesses.
 struct Faults {
-  long long races = 0;       // a word written by one warp and read or written by another, with no barrier between
-  long long unwritten = 0;   // a word of shared memory read before it was written
-  long long outside = 0;     // an access outside of shared memory or of the registered arrays
-  long long misaligned = 0;  // an address that is no multiple of the access's size
-  long long stuck = 0;       // barriers at which some warps wait and others have ended
-  long long accesses = 0;    // phases of shared-memory accesses without conflicts
-  long long clocks = 0;      // the clocks that they take with conflicts
+  long long races = 0;       // words written by one warp and accessed by another without a barrier in between
+  long long unwritten = 0;   // words of shared memory that are read before they are written
+  long long outside = 0;     // accesses outside of shared memory and of the registered arrays
+  long long misaligned = 0;  // addresses that are not a multiple of the access size
+  long long stuck = 0;       // barriers at which some warps wait while others have ended
+  long long accesses = 0;    // clocks of shared memory accesses without bank conflicts
+  long long clocks = 0;      // clocks of the same accesses with bank conflicts
 };
 inline Faults& faults() {
   static Faults counted;
@@ -130,7 +130,7 @@ inline u32 shift_left(const u32& a, const i32& bits) {
   return r;
 }
 
-// Numbers of 16 bits, rounded to nearest, ties to even.
+// Conversions to 16-bit numbers, rounded to nearest, ties to even.
 inline uint32_t to_bf16(float x) {
   uint32_t bits = bits_of_float(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
@@ -260,8 +260,8 @@ struct Words {
   u32 x[N];
 };
 
-// A thread block: its shared memory, which begins as NaN and knows which warp wrote and read each word since the last
-// barrier, and its warps, each of which runs until it waits at a barrier.
+// A thread block with its shared memory and its warps. Shared memory is initialized with NaN, and records which warps
+// wrote and read each word since the last barrier. Each warp runs until it waits at a barrier.
 class Block {
  public:
   explicit Block(size_t bytes)
@@ -312,8 +312,8 @@ class Block {
     writer_[at] = warp_;
     words_[at] = word;
   }
-  // Lanes access memory in groups that ask for 32 words. A group takes a clock for each distinct word of its worst
-  // bank.
+  // Lanes access memory in groups that request 32 words. A group takes as many clocks as its most requested bank has
+  // distinct words.
   void count_clocks(const i32& offset, int num_words) {
     int lanes = 32 / num_words;
     for (int start = 0; start < 32; start += lanes) {
@@ -351,7 +351,7 @@ class Block {
   std::vector<bool> is_done_;
   ucontext_t scheduler_;
   const std::function<void(int)>* body_ = nullptr;
-  int warp_ = 0;  // the one that runs
+  int warp_ = 0;  // index of the running warp
 };
 
 struct SharedMemory {
@@ -381,7 +381,7 @@ void store_shared(SharedMemory s, i32 offset, const Words<N>& v) {
   for (int k = 0; k < N; k++) EACH_LANE s.block->write(offset.v[lane] / 4 + k, v.x[k].v[lane]);
 }
 
-// Global memory: arrays that a test has registered. Other addresses are outside.
+// Global memory: arrays that a test has registered. All other addresses are invalid.
 struct Array {
   const char* begin;
   long long bytes;

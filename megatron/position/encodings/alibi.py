@@ -25,7 +25,7 @@ def compute_slopes(num_heads: int) -> list[float]:
 
 @cache
 def cache_slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the slopes on a device, to which they are copied once; not to be changed."""
+    """Return the slopes on a device, cached. Do not modify the result."""
     with torch.inference_mode(False):
         return torch.tensor(compute_slopes(num_heads), dtype=dtype, device=device)
 

@@ -16,7 +16,7 @@ OFFSET = 1e-5
 EXPONENT_BOUND, LOG_SCALE_BOUND, LOCATION_BOUND = 3.0, 30.0, 10.0
 """Bounds of the parameters, which keep the bias and its derivatives finite in float32.
 
-The released code has none. This holds at every distance that float32 represents exactly: e³⁰·2⁷² · ln 2²⁴ is 8e35.
+They apply at every distance that float32 represents exactly: e³⁰·2⁷² · ln 2²⁴ is 8e35. The released code has none.
 """
 
 

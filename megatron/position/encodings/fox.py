@@ -23,7 +23,7 @@ from megatron.position.token_range import ALL_HEADS
 
 
 class _LinearInFloat32(torch.autograd.Function):
-    """x·Wᵀ + b in float32 from inputs of any type, for some rows of W. Keeps no wider tensors than its inputs.
+    """x·Wᵀ + b in float32 from inputs of any type, for some rows of W. It saves no tensors wider than its inputs.
 
     ZeRO-3 frees a weight after its use, so the saved tensor must be the parameter itself, not a view.
     """

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from megatron.position.base import ConvolutionParameters
 from megatron.position.facts import AttentionDims, OptionError, ProcessorCost
-from megatron.position.numerics import is_divided_by_zero_3, promote_to_float32, toeplitz
+from megatron.position.numerics import is_sharded_by_zero3, promote_to_float32, toeplitz
 from megatron.position.processor import BiasContribution, Processor
 from megatron.position.token_range import ALL_HEADS, TokenRange, build_causal_mask
 
@@ -44,7 +44,7 @@ def _activate(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class KeyConvolution(nn.Module):
-    """A 1×k convolution along the keys, applied to some of its input channels at a time.
+    """1×k convolution along the keys, which can be applied to a part of its input channels.
 
     Channels without a batch dimension (the bias) are convolved once, not once per sequence.
 
@@ -83,7 +83,7 @@ class KeyConvolution(nn.Module):
         layout.
         """
         if x is None:
-            is_divided = is_divided_by_zero_3(self.weight)
+            is_divided = is_sharded_by_zero3(self.weight)
             return (self.weight.clone(), self.bias.clone()) if is_divided else (self.weight, self.bias)
         weight = self.weight[outputs, inputs].to(x.dtype)
         x = x.contiguous(memory_format=torch.channels_last)

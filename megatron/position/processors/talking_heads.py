@@ -19,7 +19,7 @@ from megatron.position.token_range import ALL_HEADS
 
 
 class HeadMixing(nn.Module):
-    """A linear map between the heads of each group, applied to each entry: identity + weight, which starts at zero.
+    """Linear map between the heads of each group, applied to each entry: identity + weight, which starts at zero.
 
     Args:
         num_heads: H.

@@ -20,7 +20,7 @@ from megatron.kernels.cdape_attention import cpu
 from tools.rounding import assert_within_rounding
 
 cdape_attention = takes_fields(cpu.cdape_attention)
-pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
+pytestmark = pytest.mark.skipif(cpu.describe_unavailable() is not None, reason=str(cpu.describe_unavailable()))
 
 TILES = [
     Case(1, 3, 100, 100, 8, 6, 3),
@@ -194,15 +194,19 @@ def test_the_compiler_prints_no_warnings() -> None:
         (
             "offset, window, num_threads;",
             "offset, num_threads, window;",
-            "window of Problem at byte 64, in .* lies at 72",
+            "Problem.window is at byte 64 in cpu.py, but at byte 72 in",
         ),
-        ("    long margin; ", "    long lanes, margin; ", "margin of Problem at byte 104, in .* lies at 112"),
+        (
+            "    long margin; ",
+            "    long lanes, margin; ",
+            "Problem.margin is at byte 104 in cpu.py, but at byte 112 in",
+        ),
         (
             "} Problem;",
             "    float *dw3;\n} Problem;",
             "Problem has 336 bytes in cpu.py, 344 in native/problem.h",
         ),
-        ("FIELD(w2), ", "", "w2 of Problem at byte .*, in native/problem.h there is none"),
+        ("FIELD(w2), ", "", "Problem.w2 is at byte .* in cpu.py, but absent from native/problem.h"),
     ],
     ids=["reordered", "inserted", "added", "left out"],
 )

@@ -11,12 +11,12 @@ from megatron.kernels.cdape_attention.configs import (
     MIN_ROWS,
     WORKSPACE_FRACTION,
     choose_chunk_rows,
+    choose_processor_tile,
     choose_splits,
-    map_bytes,
-    max_chunk_rows,
-    processor_tile,
+    compute_max_chunk_rows,
+    count_map_bytes,
 )
-from megatron.kernels.cdape_attention.scores import padded_channels
+from megatron.kernels.cdape_attention.scores import count_padded_channels
 from megatron.kernels.cdape_attention.triton_mixer import ChunkMaps
 from megatron.kernels.head_dim import pad_for_dot
 from megatron.kernels.runtime import DeviceProperties
@@ -34,9 +34,10 @@ def test_a_chunk_keeps_to_the_workspace_or_to_few_rows(
     chunk = choose_chunk_rows(batch, heads, rows, columns, dtype, A100)
     assert 1 <= chunk <= rows
     assert (
-        chunk <= MIN_ROWS or batch * chunk * columns * map_bytes(heads, dtype) <= A100.total_memory * WORKSPACE_FRACTION
+        chunk <= MIN_ROWS
+        or batch * chunk * columns * count_map_bytes(heads, dtype) <= A100.total_memory * WORKSPACE_FRACTION
     )
-    assert chunk <= max_chunk_rows(heads, columns)
+    assert chunk <= compute_max_chunk_rows(heads, columns)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +58,9 @@ def test_chunk_rows_depend_on_memory(batch: int, columns: int, properties: Devic
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [4, 12, 17])
 def test_map_bytes_match_the_tensors(heads: int, dtype: torch.dtype) -> None:
-    last, first = torch.empty(1, 5, 7, padded_channels(heads)), torch.empty(1, heads, 5, 7)
+    last, first = torch.empty(1, 5, 7, count_padded_channels(heads)), torch.empty(1, heads, 5, 7)
     maps = ChunkMaps(last.to(dtype), first, first.to(dtype), last.to(dtype))
-    assert sum(x.nbytes for x in vars(maps).values()) == 5 * 7 * map_bytes(heads, dtype)
+    assert sum(x.nbytes for x in vars(maps).values()) == 5 * 7 * count_map_bytes(heads, dtype)
 
 
 @given(
@@ -73,7 +74,7 @@ def test_map_bytes_match_the_tensors(heads: int, dtype: torch.dtype) -> None:
 def test_tiles_are_powers_of_two_that_keep_distances(
     kernel: str, heads: int, width: int, reach: int, rows: int, dtype: torch.dtype
 ) -> None:
-    tile = processor_tile(kernel, heads, width, 2 * reach + 1, rows, dtype)
+    tile = choose_processor_tile(kernel, heads, width, 2 * reach + 1, rows, dtype)
     assert tile.block_m & (tile.block_m - 1) == 0
     assert tile.block_n & (tile.block_n - 1) == 0
     assert tile.block_n > 2 * reach

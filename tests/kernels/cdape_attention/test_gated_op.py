@@ -311,7 +311,7 @@ def test_support_is_stated_for_calls_that_the_kernels_take() -> None:
         assert reason in (gated_op.describe_unsupported(*taken[:place], other, *taken[place + 1 :]) or "")
 
 
-def test_what_the_operator_does_not_take_is_an_error() -> None:
+def test_unsupported_arguments_are_an_error() -> None:
     inputs = CALLS[0].draw()
     q, k, v, row, key, w1, *rest = inputs
     with pytest.raises(ValueError, match="row_bias"):

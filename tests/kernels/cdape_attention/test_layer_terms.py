@@ -74,8 +74,8 @@ def test_terms_are_for_one_call_like_theirs(device: str) -> None:
     layers, into = _layers(case, device), into_output(case, torch.float32, device)
     terms = _terms(case, layers)
     other = replace(case, rows=8, columns=8)
-    with pytest.raises(ValueError, match="terms are of another call"):
+    with pytest.raises(ValueError, match="precomputed terms do not match"):
         _call(other, other.inputs(torch.float32, device), terms[0])
     twice = _call(case, layers[0], terms[0]) + _call(case, layers[0], terms[0])
-    with pytest.raises(RuntimeError, match="for one call"):
+    with pytest.raises(RuntimeError, match="by only one call"):
         twice.backward(into)

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 
 
 def attend(inputs: LogitInputs, shape: Shape, seed: int = 0) -> SoftmaxChunk:
-    """Random values and gradients, and what the softmax makes of the true logits. Longer tensors hold other rows."""
+    """Return random values and gradients, and the softmax results of the true logits, as parts of longer tensors."""
     generator = torch.Generator().manual_seed(seed + 1)
     batch, heads, rows, columns = shape.batch, shape.heads, shape.rows, shape.columns
     values = torch.randn(batch, heads, columns + 5, shape.dim, generator=generator).to(shape.dtype)[:, :, shape.left :]
@@ -81,10 +81,10 @@ def run(
     return found, sums, launcher.emulator.get_faults()
 
 
-def find_excess(
+def find_error_ratio(
     found: LogitGradients, sums: Tensor, inputs: LogitInputs, attended: SoftmaxChunk, shape: Shape
 ) -> float:
-    """The largest error relative to its bound."""
+    """Return the largest ratio of an error to its bound."""
     seen = find_seen(shape)
     true_logits, doubt = compute_true_logits(inputs, shape)
     logits = true_logits.masked_fill(~seen, float("-inf"))
@@ -141,7 +141,7 @@ def check_maps(case: Case, shape: Shape, seed: int = 0, *, residual_bias: bool =
     attended = attend(inputs, shape, seed)
     found, sums, faults = run(inputs, attended, Launcher(FOLDER), case)
     assert faults.errors == NO_ERRORS, faults
-    assert find_excess(found, sums, inputs, attended, shape) <= 1
+    assert find_error_ratio(found, sums, inputs, attended, shape) <= 1
 
 
 @pytest.mark.parametrize("case", MAP_CASES, ids=str)
@@ -215,4 +215,4 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     inputs = build_logit_inputs(shape)
     attended = attend(inputs, shape)
     found, sums, faults = run(inputs, attended, Launcher(folder))
-    assert faults.errors != NO_ERRORS or find_excess(found, sums, inputs, attended, shape) > 1
+    assert faults.errors != NO_ERRORS or find_error_ratio(found, sums, inputs, attended, shape) > 1

@@ -43,8 +43,8 @@ from megatron.kernels.cdape_attention.layer_terms import build_problems
 from megatron.kernels.cdape_attention.logit_gradient import LogitGradients
 from megatron.kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
 from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
-from megatron.kernels.cdape_attention.scores import padded_channels
-from megatron.kernels.cdape_attention.term_sums import add_mixer_sums, new_term_sums, unpack_mixer_sums
+from megatron.kernels.cdape_attention.scores import count_padded_channels
+from megatron.kernels.cdape_attention.term_sums import add_mixer_sums, allocate_term_sums, unpack_mixer_sums
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 
 UNCERTAIN = 1e-5
@@ -66,11 +66,14 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
 
 
 def run(inputs: MixerInputs, launcher: Launcher, case: Case = CASES[0]) -> tuple[dict[str, Tensor], Faults]:
-    """All gradients by name, and what the emulator counted. Kernels may access only what they are given."""
+    """Return all gradients by name, and the faults found by the emulator.
+
+    Kernels may access only the tensors passed to them.
+    """
     batch, rows, _, columns, _ = inputs.dlogits.shape
     dscores = torch.zeros(batch, inputs.operands.shape.heads, rows, columns, dtype=case.dtype)
     inputs = unpack_operands(inputs)
-    kernels = case.build(mixer.TO_SCORES, inputs), case.build(mixer.TO_WEIGHTS, inputs)
+    kernels = case.build(mixer.SCORE_GRADIENT_KERNELS, inputs), case.build(mixer.WEIGHT_GRADIENT_KERNELS, inputs)
     tensors = [*find_inputs(inputs), inputs.dlogits, dscores]
     with launcher.watch(tensors):
         gradients = differentiate_mixer(inputs, dscores, kernels, launcher)
@@ -81,7 +84,7 @@ def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInpu
     shape, columns = inputs.operands.shape, inputs.dlogits.shape[3]
     (contributions,), (bias_table,) = unpack_tables(gradients.tables.sum(0, keepdim=True), shape)
     (patches,) = unpack_weights(gradients.weights.sum(0), shape)
-    channels = padded_channels(shape.heads)
+    channels = count_padded_channels(shape.heads)
     taps = shape.kernel_size
     by_tap = patches[:, : taps * channels].view(2, taps, channels, -1)[:, :, : shape.heads, : shape.width]
     return {
@@ -279,7 +282,7 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     assert is_wrong or faults.errors != NO_ERRORS
 
 
-def test_support_is_stated_for_shapes_that_the_kernels_take() -> None:
+def test_supported_shapes_are_reported_as_supported() -> None:
     shape = get_weight_shape(16, 32, 3, True)
     assert mixer.is_supported(shape, torch.bfloat16, 64, 512)
     assert mixer.is_supported(shape, torch.float16, 80, 512)
@@ -319,17 +322,15 @@ def test_logits_are_supported_for_more_shapes() -> None:
         (mixer_forward.KERNELS, 90, [(32, 16, 1, 2), (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1)]),
         (logit_gradient.KERNELS, 80, [(16, 64, 2, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
         (logit_gradient.KERNELS, 90, [(32, 32, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1)]),
-        (mixer.TO_SCORES, 80, [(16, 32, 1, 1)] * 4),
-        (mixer.TO_SCORES, 90, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
-        (mixer.TO_WEIGHTS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
-        (mixer.TO_WEIGHTS, 90, [(32, 32, 1, 1)] * 4),
+        (mixer.SCORE_GRADIENT_KERNELS, 80, [(16, 32, 1, 1)] * 4),
+        (mixer.SCORE_GRADIENT_KERNELS, 90, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (mixer.WEIGHT_GRADIENT_KERNELS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (mixer.WEIGHT_GRADIENT_KERNELS, 90, [(32, 32, 1, 1)] * 4),
         (mixer_forward.KERNELS, 89, [None] * 4),
     ],
     ids=str,
 )
-def test_the_geometry_is_what_a_gpu_has_room_for(
-    family: KernelFamily, arch: int, tiles: list[tuple[int, ...] | None]
-) -> None:
+def test_the_geometry_fits_the_gpu(family: KernelFamily, arch: int, tiles: list[tuple[int, ...] | None]) -> None:
     kernels = [choose_kernel(family, KernelForm(3, dim, torch.bfloat16), arch) for dim in (64, 80, 96, 128)]
     assert [kernel and (*kernel.tile, kernel.resident_blocks) for kernel in kernels] == tiles
 
@@ -348,7 +349,7 @@ def test_the_geometry_is_what_a_gpu_has_room_for(
     ],
     ids=str,
 )
-def test_the_geometry_of_more_heads_widths_and_taps_is_what_a_gpu_has_room_for(
+def test_the_geometry_of_more_heads_widths_and_taps_fits_the_gpu(
     arch: int, dim: int, sizes: tuple[int, int, int], tile: tuple[int, ...] | None
 ) -> None:
     kernel_size, heads, width = sizes
@@ -373,10 +374,15 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
     problems = build_problems(product, contributions, biases, packed, residual_bias=True)
     launcher = Launcher(FOLDER)
     monkeypatch.setattr(mixer_chunks, "launch_kernel", launcher)
-    kernels = CASES[0].build(mixer.TO_SCORES, calls[0]), CASES[0].build(mixer.TO_WEIGHTS, calls[0])
+    kernels = (
+        CASES[0].build(mixer.SCORE_GRADIENT_KERNELS, calls[0]),
+        CASES[0].build(mixer.WEIGHT_GRADIENT_KERNELS, calls[0]),
+    )
     with launcher.watch([x for call in calls for x in (call.queries, call.keys)]):
         launcher.emulator.register(contributions)
-        sums = add_mixer_sums(new_term_sums(layers, product, shape.columns, torch.get_default_device()), problems[0])
+        sums = add_mixer_sums(
+            allocate_term_sums(layers, product, shape.columns, torch.get_default_device()), problems[0]
+        )
         for call, problem in zip(calls, problems, strict=True):
             own = sums.select_layer(problem.layer)
             for chunk in reversed(list_chunks(problem, chunk_rows)):

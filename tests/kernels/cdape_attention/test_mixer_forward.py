@@ -46,7 +46,10 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler
 
 
 def run(inputs: LogitInputs, case: Case, launcher: Launcher) -> tuple[Tensor, Faults]:
-    """The logits, and what the emulator counted. The kernel may access only what it is given."""
+    """Return the logits, and the faults found by the emulator.
+
+    The kernel may access only the tensors passed to it.
+    """
     inputs = unpack_operands(inputs)
     with launcher.watch(find_inputs(inputs)):
         logits = compute_logits(inputs, case.build(KERNELS, inputs), launcher)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.kernels.cdape_attention import chunks, head_products, triton_mixer
 from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem, Chunk
-from megatron.kernels.cdape_attention.configs import attend_tile, heads_tile
+from megatron.kernels.cdape_attention.configs import choose_attend_tile, choose_heads_tile
 from megatron.kernels.cdape_attention.head_products import launch_softmax
 from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
 from megatron.kernels.cdape_attention.triton_mixer import ChunkMaps, compute_scores, softmax_backward
@@ -62,8 +62,8 @@ def test_equals_the_softmax_and_its_gradient(
     case: tuple[int, int, int | None, int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *case, columns = case
-    monkeypatch.setattr(head_products, "attend_tile", _sizes(columns)(attend_tile))
-    monkeypatch.setattr(triton_mixer, "heads_tile", _sizes(columns)(heads_tile))
+    monkeypatch.setattr(head_products, "choose_attend_tile", _sizes(columns)(choose_attend_tile))
+    monkeypatch.setattr(triton_mixer, "choose_heads_tile", _sizes(columns)(choose_heads_tile))
     problem, chunk, seen, logits = _maps(device, *case)
     rows, dim = problem.rows, case[3]
     v = torch.randn(BATCH, HEADS, chunk.right + 3, dim).to(device)
@@ -104,7 +104,7 @@ def test_scores_are_heads_last_and_padded_with_zeros(
     case: tuple[int, int, int | None, int, int, int], heads: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *case, columns = case
-    monkeypatch.setattr(triton_mixer, "heads_tile", _sizes(columns)(heads_tile))
+    monkeypatch.setattr(triton_mixer, "choose_heads_tile", _sizes(columns)(choose_heads_tile))
     problem, chunk, seen, _ = _maps(device, *case)
     q = torch.randn(BATCH, heads, problem.rows, case[3]).to(device)
     k = torch.randn(BATCH, heads, chunk.right + 3, case[3]).to(device)
@@ -122,7 +122,9 @@ def test_scores_are_heads_last_and_padded_with_zeros(
 
 def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many equal probabilities: neither they nor their sum may be rounded to float16, where 2049 becomes 2048."""
-    monkeypatch.setattr(head_products, "attend_tile", lambda *args: replace(attend_tile(*args), block_n=256))
+    monkeypatch.setattr(
+        head_products, "choose_attend_tile", lambda *args: replace(choose_attend_tile(*args), block_n=256)
+    )
     problem, chunk, seen, logits = _maps(device, 3, 2100, None, 16, 3)
     logits = logits.masked_fill(seen, 0.0)
     v = torch.ones(BATCH, HEADS, chunk.right, 16, dtype=torch.float16, device=device)

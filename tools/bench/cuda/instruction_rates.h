@@ -1,4 +1,4 @@
-// Rates of single instructions, as a multiprocessor issues them from a number of warps. For GPUs only.
+// Rates at which a multiprocessor issues single instructions from a number of warps. For GPUs only.
 #pragma once
 
 #include "warp.h"
@@ -6,14 +6,14 @@
 enum Instruction { MATRIX_PRODUCT, TRANSPOSE, PACK, SHUFFLE, MULTIPLY_ADD, EXPONENTIAL, LOAD_4, LOAD_16 };
 
 struct RateArgs {
-  long long* clocks;  // of each block
-  float* sums;        // of each block: a use of the results, without which the compiler leaves the instructions out
+  long long* clocks;  // clocks of each block
+  float* sums;        // sums of each block, which use the results so that the compiler keeps the instructions
 };
 
 template <int WARPS_>
 struct RateShape {
   static constexpr int WARPS = WARPS_, NUM_THREADS = 32 * WARPS, MEMORY_BYTES = 16384, BLOCKS_PER_SM = 1;
-  static constexpr int CHAINS = 16, REPEATS = 256;  // independent instructions, and how often each is issued
+  static constexpr int CHAINS = 16, REPEATS = 256;  // number of independent instructions, and of repetitions of each
 };
 
 template <Instruction KIND, int WARPS>

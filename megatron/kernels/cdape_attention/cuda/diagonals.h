@@ -1,11 +1,12 @@
-// Sums along diagonals: of what a block has for each pixel, the sum over the pixels of each distance n = i - j. The
-// gradients of U (of hidden values, 32 channels) and of the bias table (of logits, 16 channels) are such sums.
+// Sums along diagonals: for each distance n = i - j, the sum over a block's pixels at that distance. The gradients of U
+// (sums of hidden values' gradients, 32 channels) and of the bias table (sums of logits' gradients, 16 channels) are
+// such sums.
 //
-// A warp adds up its 16 rows × 8 columns by products with shifted identities, which move row r of a column to row
-// r + 7 - jj: 23 distances, in 3 groups of 8. A tile of 32 × 32 pixels has 63 distances, in 8 groups, of which the
-// lower four are the next tile's upper four, and a tile of 16 × 64 has 79, in 10 groups, of which two are. So a warp
-// adds up the warps' sums of a group in two tiles, as a lower and then as an upper one, in the order of the warps, and
-// stores them once.
+// A warp sums its 16 rows × 8 columns by products with shifted identities, which move row r of a column to row r + 7 -
+// jj: 23 distances in 3 groups of 8. A tile of 32 × 32 pixels has 63 distances in 8 groups; its lower four groups are
+// the upper four of the next tile. A tile of 16 × 64 has 79 distances in 10 groups, and shares two. A warp therefore
+// sums the warps' sums of a group in two tiles, first as a lower and then as an upper group, in the order of the warps,
+// and stores them once.
 #pragma once
 #include "geometry.h"
 
@@ -16,7 +17,7 @@ struct Diagonals {
   static constexpr int GROUP_BYTES = 8 * DISTANCE_BYTES, WARP_BYTES = 3 * GROUP_BYTES;
   static constexpr int MEMORY_BYTES = G::WARPS * WARP_BYTES, GROUPS = 2 * G::ROW_TILES + G::RUNS;
 
-  // A group: 8 distances × 48 channels, 12 of which a lane holds.
+  // Sums of a group of 8 distances × 48 channels; a lane holds 12 of them.
   struct Sums {
     f32 part[3][4];
   };
@@ -25,8 +26,8 @@ struct Diagonals {
       UNROLL_FOR (int x = 0; x < 4; x++) sums.part[v][x] = f32(0.0f);
   }
 
-  // The matrices that move a column's 16 rows, as A fragments: to the distances below 16, and its last 8 rows to the
-  // others.
+  // Matrices that move a column's 16 rows to the distances below 16, and its last 8 rows to the other distances, as A
+  // fragments.
   struct Shift {
     u32 low[4], high[2];
   };
@@ -43,14 +44,14 @@ struct Diagonals {
     shift.high[1] = u32(0u);
   }
 
-  // Adds a column, (rows, channels) as a B fragment, to the sums of the distances below 16, and of the others.
+  // Adds a column, a B fragment of rows × channels, to the sums of the distances below 16 and of the others.
   static KERNEL_CODE void add_shifted(f32 (&low)[4], f32 (&high)[4], const Shift& shift, u32 b0, u32 b1, int jj) {
     Element::multiply(low, shift.low, b0, b1);
     if (jj < 7) Element::multiply_k8(high, shift.high[0], shift.high[1], b1);
   }
 
-  // Stores a warp's sums of a slice of the width, and with the first slice those of logits. Row x is of the distance of
-  // its first row and last column, plus x - 7.
+  // Stores a warp's sums of a slice of the width, and with the first slice those of the logits. Row x has the distance
+  // of the warp's first row and last column, plus x - 7.
   template <int N_TILES>
   static KERNEL_CODE void store(SharedMemory memory, int warp, const f32 (&du)[2][N_TILES][4],
                                 const f32 (&db)[2][2][4], int slice) {
@@ -68,12 +69,12 @@ struct Diagonals {
     }
   }
 
-  // Adds the warps' sums of a tile to those of this warp's groups, of which one is unfinished, and stores the others.
-  // `first_row` is the row of `table` [programs, rows, 48] that the tile's first distance has.
+  // Adds the warps' sums of a tile to those of this warp's groups, one of which is unfinished, and stores the others.
+  // `first_row` is the row of `table` [programs, rows, 48] for the tile's first distance.
   static KERNEL_CODE void add(Sums& sums, SharedMemory memory, int warp, int tile, bool is_last, void* table,
                               long long program, int rows, int first_row) {
     i32 lane = lane_id();
-    // A tile's group is the next tile's group + RUNS. WARPS is RUNS or twice that, so that it takes no sign.
+    // A tile's group is group + RUNS of the next tile. WARPS is RUNS or 2·RUNS, so the index is never negative.
     const int highest = GROUPS - 1 - ((GROUPS - 1 - warp + G::RUNS * tile) & (G::WARPS - 1));
     UNROLL_FOR (int turn = 0; turn < (GROUPS + G::WARPS - 1) / G::WARPS; turn++) {
       const int group = highest - turn * G::WARPS;

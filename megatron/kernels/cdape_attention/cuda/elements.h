@@ -1,8 +1,8 @@
-// The types of 16-bit numbers that kernels multiply and store: in pairs, a word, the first number in its low half.
+// Types of the 16-bit numbers that kernels multiply and store. A word contains two, the first in its low half.
 #pragma once
 #include "warp.h"
 
-// Bfloat16, in models of that type.
+// Numbers of bfloat16 models.
 struct Bfloat16 {
   static constexpr uint32_t ONE = 0x3f80;
   static KERNEL_CODE u32 pack(f32 low, f32 high) { return pack_bf16(low, high); }
@@ -16,7 +16,7 @@ struct Bfloat16 {
   static KERNEL_CODE u32 from_exchange(u32 word) { return pack_bf16(low_exchange(word), high_exchange(word)); }
 };
 
-// Float16, in models of that type. Numbers beyond its range become infinite, so that whoever scales the loss sees it.
+// Numbers of float16 models. Values beyond the range become infinite, so that the loss scaler detects them.
 struct Float16 {
   static constexpr uint32_t ONE = 0x3c00;
   static KERNEL_CODE u32 pack(f32 low, f32 high) { return pack_float16(low, high); }
@@ -30,7 +30,7 @@ struct Float16 {
   static KERNEL_CODE u32 from_exchange(u32 word) { return word; }
 };
 
-// Float16 held within its range: what warps exchange.
+// Numbers that warps exchange: float16, clamped to its range.
 struct Exchange {
   static KERNEL_CODE u32 pack(f32 low, f32 high) { return pack_exchange(low, high); }
 };

@@ -1,20 +1,19 @@
-// A bias that is the sum of a term of the row and a term of the column, as running sums of gates are. It differs between
-// sequences, and is no function of the distance.
+// Bias that is the sum of a row term and a column term, such as running sums of gates. It differs between sequences,
+// and is not a function of the distance.
 //
-// Conv1's part of it is a vector of the row plus a vector of the column, with which hidden values begin, except where
-// some taps are outside of what the row sees: E has those values, of the 2p columns around the row's first one f
-// (f - p ... f + p - 1) and of the 2p around its last (i - p + 1 ... i + p), in this order.
+// From this bias, Conv1 computes a vector of the row plus a vector of the column, the initial value of a hidden value.
+// If some taps are outside of the columns that the row sees, E has the value instead. It covers the 2p columns around
+// the row's first column f (f - p ... f + p - 1), then the 2p columns around its last (i - p + 1 ... i + p).
 //
-// The gradients of these vectors are sums of what a block has for each pixel, over its columns and over its rows. Both
-// add up the same rounded numbers, because the terms are differences of large sums, with which their errors would not
-// cancel else.
+// The gradients of these vectors are sums over the columns and over the rows of a block's gradients. Both sums add the
+// same rounded numbers. The terms are differences of large sums, so different roundings would not cancel.
 #pragma once
 #include "geometry.h"
 
 struct GateInputs {
   const void* rows;     // float32 [R, 32]
-  const void* columns;  // float32 [C + p, 32] and behind it what is not read or does not matter, from column 0 on
-  // Bytes from one sequence to the next, also of E and of what is added to the logits of a column.
+  const void* columns;  // float32 [C + p, 32] from column 0 on; later values are not used
+  // Bytes from one sequence to the next, including those of E and of the bias that is added to a column's logits.
   long long rows_batch, columns_batch, edge_batch, bias_batch;
 
   KERNEL_CODE void select_sequence(int index) {
@@ -25,7 +24,7 @@ struct GateInputs {
 
 template <class G>
 struct GateTerms {
-  // Of rows g and g + 8 of a row tile, as accumulators.
+  // Row vectors of rows g and g + 8 of a row tile, as accumulators.
   struct Rows {
     f32 of[4][4];
   };
@@ -40,11 +39,11 @@ struct GateTerms {
     }
   }
 
-  // The lane's part of the vectors of columns, from `first` on.
+  // Address of the lane's part of the column vectors, from column `first` on.
   static KERNEL_CODE Address locate_columns(const GateInputs& in, int first) {
     return advance(address(in.columns, lane_id() % 4 * 16), first * 128ll);
   }
-  // Begins half of the width of the x-th of these columns.
+  // Initializes half of the width of the hidden values in the x-th of these columns.
   static KERNEL_CODE void begin_hidden(f32 (&hidden)[2][4], const Rows& rows, const Address& columns, int x, int step) {
     Words<4> v = load_global<4>(columns, x * 128 + step * 64);
     UNROLL_FOR (int n = 0; n < 2; n++)
@@ -52,17 +51,17 @@ struct GateTerms {
   }
 };
 
-// Sums over a block's columns and over its rows, of the gradients of hidden values (32 channels) and logits (16).
-// Channels 8n + x are of n-tile n, column x, in both.
+// Sums over a block's columns and over its rows of the gradients of hidden values (32 channels) and of logits (16
+// channels). In both, channel 8n + x is column x of n-tile n.
 template <class G>
 struct GateSums {
   typedef typename G::Element Element;
   static constexpr int TILES = 6, CHANNELS = 8 * TILES, VECTORS = CHANNELS / 4;
-  // Strides in shared memory, in words, with few bank conflicts.
+  // Strides in shared memory, in words. They cause few bank conflicts.
   static constexpr int COLUMN_WORDS = 52, ROW_WORDS = 56;
   static constexpr int MEMORY_BYTES = G::WARPS * 8 * COLUMN_WORDS * 4, ROW_MEMORY_BYTES = G::WARPS * 16 * ROW_WORDS * 4;
 
-  // Of the rows of a warp's row tile and the columns of its run, in all tiles.
+  // Sums for the rows of a warp's row tile, over the columns of its run in all tiles.
   struct Rows {
     f32 of[TILES][4];
   };
@@ -70,12 +69,12 @@ struct GateSums {
     UNROLL_FOR (int n = 0; n < TILES; n++)
       UNROLL_FOR (int x = 0; x < 4; x++) rows.of[n][x] = f32(0.0f);
   }
-  // Adds a column of an n-tile, the words of rows g and g + 8, by a product with the identity.
+  // Adds a column of an n-tile, given as the words of rows g and g + 8, by a product with the identity.
   static KERNEL_CODE void add_to_rows(Rows& rows, int n, u32 low, u32 high, u32 identity) {
     Element::multiply_k8(rows.of[n], low, high, identity);
   }
 
-  // Of the columns of a warp's run in a tile: n-tiles 2m and 2m + 1 by columns.
+  // Sums for the columns of a warp's run in a tile: n-tiles 2m and 2m + 1 by columns.
   struct Columns {
     f32 of[TILES / 2][4];
   };
@@ -83,7 +82,7 @@ struct GateSums {
     UNROLL_FOR (int m = 0; m < TILES / 2; m++)
       UNROLL_FOR (int x = 0; x < 4; x++) columns.of[m][x] = f32(0.0f);
   }
-  // Adds the jj-th column: two n-tiles by rows, as an A fragment.
+  // Adds the jj-th column, given as an A fragment: two n-tiles by rows.
   static KERNEL_CODE void add_to_columns(Columns& columns, int m, const u32 (&a)[4], int jj) {
     u32 ones = select(lane_id() / 4 == jj, u32(Element::ONE | Element::ONE << 16), u32(0u));
     Element::multiply(columns.of[m], a, ones, ones);
@@ -98,7 +97,7 @@ struct GateSums {
         store_shared<1>(memory, t * (2 * COLUMN_WORDS * 4) + g * 4 + (column * COLUMN_WORDS + channel) * 4, v);
       }
   }
-  // Adds up the row tiles' sums of a tile, and stores them in `table` [programs, columns, 48]. Warps divide the columns.
+  // Adds the sums of a tile's row tiles, and stores them in `table` [programs, columns, 48]. Warps share the columns.
   static KERNEL_CODE void add(SharedMemory memory, int warp, int first_column, void* table, long long program,
                               int columns) {
     constexpr int SHARE = 8 / G::ROW_TILES, COUNT = SHARE * VECTORS;
@@ -120,8 +119,7 @@ struct GateSums {
     }
   }
 
-  // Adds up the runs' sums of a block's rows, and stores them in `rows` [R, 48]. Nothing else is needed of shared
-  // memory then.
+  // Adds the runs' sums of a block's rows, and stores them in `rows` [R, 48]. Overwrites all of shared memory.
   static KERNEL_CODE void store(SharedMemory memory, int warp, const Rows& rows, void* to, int first_row,
                                 int num_rows) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;

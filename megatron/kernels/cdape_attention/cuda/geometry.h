@@ -1,45 +1,45 @@
-// How a thread block divides CDAPE's work.
+// Division of CDAPE's work within a thread block.
 //
-// A block takes 32 query rows of a sequence and all heads, and goes over the key columns in tiles of 32, with 8 warps,
-// or of 16, with 4; or, where 32 rows of all heads do not fit shared memory, 16 rows and tiles of 64 or 32. Heads are
-// padded to a group of 16 or two, and p = k//2 columns are read to either side.
+// A block processes 32 query rows of a sequence with all heads, in tiles of 32 key columns with 8 warps, or of 16
+// columns with 4 warps. If 32 rows of all heads do not fit in shared memory, it processes 16 rows in tiles of 64 or 32
+// columns. Heads are padded to one or two groups of 16, and p = k//2 columns are read to either side.
 //
-// Registers hold the weights of 16 heads and 32 widths, or of 32 heads and 16 widths: of a slice of the processor's
-// width, which is padded to whole slices. What the processor adds to the logits is a sum over its width, so that a warp
-// takes one slice after another, and each adds to what those before made.
+// Registers hold the weights of a slice of the processor's width: 16 heads and 32 widths, or 32 heads and 16 widths.
+// The width is padded to whole slices. The processor's contribution to the logits is a sum over its width, so a warp
+// processes one slice after another, and each adds to the sums of the previous ones.
 //
-// Two ways to divide a tile alternate, with a barrier between them:
-// - by heads: a warp computes the scores of some heads, in pairs, for all rows, and 16 columns or, of 16 rows, 32;
+// Two divisions of a tile alternate, with a barrier between them:
+// - by heads: a warp computes the scores of some head pairs for all rows, and for 16 columns (32 columns with 16 rows);
 // - by pixels: a warp mixes all heads of 16 rows (row tile w / RUNS) and 8 columns (run w % RUNS).
-// A product of the mixer has M = 16 rows at one column, K = heads or width, N = width or heads, so that taps of a
-// convolution are other registers, and the result of one product is an operand of the next.
+// A product of the mixer has M = 16 rows at one column, K = heads or width, and N = width or heads. The taps of a
+// convolution are therefore different registers, and the result of one product is an operand of the next.
 //
-// A tile that begins at column c computes logits of its columns. Its hidden values are p columns further right and its
-// scores 2p, so that each is computed once; a prologue ("edge") makes the scores left of column 2p and the hidden
-// values left of p.
+// A tile that begins at column c computes the logits of its columns. Its hidden values are p columns further right, and
+// its scores 2p columns, so that each is computed once. A prologue ("edge") computes the scores left of column 2p and
+// the hidden values left of column p.
 //
-// What warps exchange are words of two heads, a pair, at a row and a column.
+// Warps exchange words. A word contains the values of two heads, a pair, at a row and a column.
 #pragma once
 #include "elements.h"
 
 template <int PADDING_, int COLUMNS_, int ROW_TILES_, int HEAD_DIM_, class Element_, bool LOCAL_, int HEADS_ = 16,
           int WIDTH_ = 32, bool GATED_ = false>
 struct Geometry {
-  typedef Element_ Element;              // of queries, keys, values and gradients
-  static constexpr bool LOCAL = LOCAL_;  // rows see columns from one of their own on, see spans.h
-  static constexpr bool GATED = GATED_;  // the bias is a term of the row and one of the column, see gates.h
-  static constexpr bool HAS_PROLOGUE = !LOCAL && PADDING_ > 0;  // makes what is left of column 2p
-  static constexpr bool HAS_EDGES = LOCAL || GATED;             // E holds within tiles, where rows do not see all columns
+  typedef Element_ Element;              // type of queries, keys, values and gradients
+  static constexpr bool LOCAL = LOCAL_;  // each row has its own first column, see spans.h
+  static constexpr bool GATED = GATED_;  // the bias is a row term plus a column term, see gates.h
+  static constexpr bool HAS_PROLOGUE = !LOCAL && PADDING_ > 0;  // computes the values left of column 2p
+  static constexpr bool HAS_EDGES = LOCAL || GATED;             // E may apply within tiles
   static constexpr int EDGE = GATED ? 4 * PADDING_ : PADDING_;  // columns of E
-  static constexpr int FIRST_EDGE = GATED ? PADDING_ : 0;       // of these, the column that a row sees first
+  static constexpr int FIRST_EDGE = GATED ? PADDING_ : 0;       // index among these of the first column that a row sees
   static constexpr int PADDING = PADDING_, TAPS = 2 * PADDING + 1, COLUMNS = COLUMNS_;
   static constexpr int ROW_TILES = ROW_TILES_, ROWS = 16 * ROW_TILES, RUNS = COLUMNS / 8, WARPS = ROW_TILES * RUNS;
   static constexpr int HEADS = HEADS_, PAIRS = HEADS / 2, WIDTH = WIDTH_;
   static constexpr int HEAD_DIM = HEAD_DIM_, ROW_BYTES = 2 * HEAD_DIM;
-  // A product takes a group of 16 heads, and registers hold the weights of a slice of the width: of n-tiles of 8.
+  // A product uses a group of 16 heads, and registers hold the weights of a slice of the width: n-tiles of 8 widths.
   static constexpr int HEAD_GROUPS = HEADS / 16, N_TILES = 4 / HEAD_GROUPS, SLICES = WIDTH / (8 * N_TILES);
   static constexpr int QUERY_BYTES = ROWS * HEADS * ROW_BYTES, WARP_ROWS = ROWS / WARPS;
-  // Where scores are of 16 rows, a warp computes them for two groups of 16 columns at a time.
+  // With 16 rows, a warp computes scores for two groups of 16 columns at a time.
   static constexpr int GROUPS = 2 / ROW_TILES;
   static_assert(ROW_TILES == 1 || ROW_TILES == 2, "scores are of two row tiles, or of one and twice the columns");
   static_assert(COLUMNS == 16 || COLUMNS == 32 || COLUMNS == 64, "strides in shared memory are for these tiles");
@@ -49,8 +49,7 @@ struct Geometry {
   static_assert(!GATED || (HEADS == 16 && WIDTH == 32), "gates have terms of one slice of one group");
   static_assert(HEAD_DIM % 16 == 0, "a product takes 16 of a head's dimensions");
 
-  // Loads a convolution's weights, COUNT of four fragments of each tap. They are B fragments, in memory as
-  // [taps][4][32 lanes][2].
+  // Loads a convolution's weights: COUNT of the four B fragments of each tap, stored as [taps][4][32 lanes][2].
   template <int COUNT>
   static KERNEL_CODE void load_weights(u32 (&weights)[TAPS][COUNT][2], const void* from, int first = 0) {
     i32 lane = lane_id();

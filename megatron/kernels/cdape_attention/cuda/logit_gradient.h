@@ -1,29 +1,28 @@
-// Backward pass of CDAPE's softmax for a block's query rows: P and dL, from queries, keys, values and the output's
-// gradient.
+// Backward pass of CDAPE's softmax for a block's query rows: computes P and dL from queries, keys, values and the
+// output's gradient.
 //
 //   P = exp2(L·log2(e) - log2 Σ)      dL = P ∘ (dP - δ)      dP = dO·Vᵀ      δ = Σ P ∘ dP = dO·O
 //
-// O comes as a number of the model's type and what its rounding left over, as a second one: where a probability is
-// nearly 1 the difference dP - δ cancels, and the rounding of O would stay. The logits (`logits.h`) are never in
-// memory.
+// O is read as a number of the model's type plus its rounding error, a second such number. If a probability is nearly
+// 1, the difference dP - δ cancels, and the rounding error of O would remain. The logits (`logits.h`) are never stored.
 #pragma once
 #include "logits.h"
 
 struct LogitGradientArgs {
-  LogitInputs inputs;      // with 4 copies of the bias: copy x has distance n at entry bias_front + n + 3 - x
-  ScoreInputs values;      // the same with dO and V in the places of queries and keys
+  LogitInputs inputs;      // with 4 copies of the bias; copy x has distance n at entry bias_front + n + 3 - x
+  ScoreInputs values;      // dO and V in place of queries and keys
   const void* output;      // O, [H, …, d], with dO's strides
-  const void* residue;     // of O's rounding, alike
+  const void* residue;     // rounding error of O, with the same strides
   const void* stats;       // float32 [2, B, H, …]: maximum (in base 2) and sum of exponentials
   void* sums;              // float32 [H, …], δ
-  void* probabilities;     // P, [H, R, C], written where a row sees a column
-  void* dlogits;           // dL, words [R, 8 pairs, C], alike
-  int stats_stride;        // bytes from one head to the next, also of sums
+  void* probabilities;     // P, [H, R, C], written in the columns that a row sees
+  void* dlogits;           // dL, words [R, 8 pairs, C], written in the same columns
+  int stats_stride;        // bytes from one head to the next in stats and sums
   long long total_offset;  // bytes from a maximum to its sum
   long long q_batch, k_batch, value_batch, dout_batch, stats_batch, probabilities_batch, dlogits_batch;
 };
 
-// KEEPS_DOUT: dO is in shared memory; if not, it is read with the values of each tile.
+// KEEPS_DOUT: dO is kept in shared memory. Otherwise it is read together with the values of each tile.
 template <class G, bool KEEPS_DOUT>
 struct DifferentiateSoftmax {
   typedef Logits<G, true, (G::TAPS > 3 && !KEEPS_DOUT)> L;
@@ -31,7 +30,7 @@ struct DifferentiateSoftmax {
   typedef typename L::R R;
   typedef typename L::S S;
   typedef typename L::Context Context;
-  // Of each head and row, (log2 Σ, δ); behind them words for each warp that nobody reads.
+  // (log2 Σ, δ) for each head and row, followed by unused words for each warp.
   static constexpr int UNREAD = G::HEADS * G::ROWS * 8, STATS_BYTES = UNREAD + 128 * G::WARPS;
   LogitGradientArgs args;
   SharedMemory douts, stats;
@@ -48,10 +47,10 @@ struct DifferentiateSoftmax {
       f32 maximum = as_f32(load_global<1>(from, 0).x[0]);
       f32 total = as_f32(load_global<1>(advance(from, args.total_offset), 0).x[0]);
       Words<1> norm;
-      // Heads beyond the last have no probabilities.
+      // Heads after the last have no probabilities.
       norm.x[0] = as_u32(head < args.values.heads ? maximum + logarithm2(total) : f32(1e30f));
       store_shared<1>(stats, row * 8 + head * (G::ROWS * 8), norm);
-      // dO·O of a row is on the diagonal of the product of 16 rows of each.
+      // dO·O of a row is an entry on the diagonal of the product of 16 rows of dO and O.
       UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++) {
         f32 sums[2][4];
         typename S::LoadedQueries dout;
@@ -84,7 +83,8 @@ struct DifferentiateSoftmax {
     }
   }
 
-  // A warp takes the heads and the columns of its scores, a lane 4 columns of rows g and g + 8 of both blocks.
+  // A warp processes the heads and columns of its scores; a lane processes 4 columns of rows g and g + 8 of both
+  // blocks.
   template <bool MASKED>
   KERNEL_CODE void take(const Context& c, int first) {
     constexpr float LOG2E = 1.4426950408889634f;
@@ -96,7 +96,7 @@ struct DifferentiateSoftmax {
     const int copy_bytes = G::HEADS * c.in.bias_stride * 4;
     Address bias = advance(address(c.in.bias, g % 4 * copy_bytes + (g / 4 - t) * 16),
                            (long long)(c.position() - start + c.in.bias_front) * 4);
-    if constexpr (G::GATED) bias = advance(address(c.in.bias, t * 16), start * 4ll);  // of columns
+    if constexpr (G::GATED) bias = advance(address(c.in.bias, t * 16), start * 4ll);  // bias by column
     Address to_p = advance(address(args.probabilities, (g * columns + t * 4) * 2), c.first_row * row_bytes + start * 2);
     Address to_dl = advance(address(args.dlogits, (g * (G::PAIRS * columns) + t * 4) * 4),
                             c.first_row * (G::PAIRS * pair_bytes) + start * 4);

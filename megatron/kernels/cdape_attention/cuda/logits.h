@@ -1,12 +1,12 @@
-// CDAPE's logits for a block's query rows, from queries and keys, as words that a kernel's last phase takes from shared
-// memory.
+// CDAPE's logits for a block's query rows, computed from queries and keys. A kernel's last phase reads them as words in
+// shared memory.
 //
 //   hidden[j] = U[i - j] + Σ_t W1[t]·S[j + t - p]        (E[i, j] instead of U for j < p)
 //   L[j] = S[j] + bias[i - j] + Σ_t W2[t]·LeakyReLU(hidden[j + t - p])
 //
-// (DAPE V2, equation 5; b1 is part of U and E, b2 of the bias, which the last phase adds.) Scores are never in memory.
-// Everything that a tile reads from global memory is requested a tile ahead of its use, or half of one: few warps fit
-// on a multiprocessor, and they would wait for it together.
+// (DAPE V2, equation 5; b1 is part of U and E, b2 of the bias, which the last phase adds.) Scores are never stored in
+// global memory. All global loads of a tile are issued one tile, or half a tile, before their use. Few warps fit on a
+// multiprocessor, and all of them would wait for the loads together.
 #pragma once
 #include "runs.h"
 #include "scores.h"
@@ -20,9 +20,10 @@ struct LogitInputs {
   const void* w1;     // B fragments of W1, exchange numbers [slices][k][head groups, n-tiles: 4][32 lanes][2]
   const void* w2;     // B fragments of W2, exchange numbers [slices][k][k-steps, n-tiles: 4][32 lanes][2]
   const void* bias;   // float32 [H, bias_stride]: entry bias_front + n is added to the logits at distance n
-  int table_group;    // of the distance of row 0 and column p + 7
+  int table_group;    // group of the distance of row 0 and column p + 7
   int bias_front, bias_stride;  // bias_front + position is a multiple of 4
-  // GATED: instead of the tables by distance. `edge` is [R, 4p, 32], and entry j of `bias` is added at column j.
+  // GATED: terms that replace the tables by distance. `edge` is [R, 4p, 32], and entry j of `bias` is added at column
+  // j.
   GateInputs gates;
 
   KERNEL_CODE void select_sequence(int index) {
@@ -33,8 +34,8 @@ struct LogitInputs {
   }
 };
 
-// BY_ROWS: the last phase reads its words by rows and columns, not by columns and pairs. RELOADS: weights are loaded for
-// each tile, as those of slices are, and leave their registers to the other phases.
+// BY_ROWS: the last phase reads words by rows and columns instead of columns and pairs. RELOADS: weights are loaded for
+// each tile, as with slices, so that other phases can use their registers.
 template <class G_, bool BY_ROWS, bool RELOADS = (G_::SLICES > 1)>
 struct Logits {
   typedef G_ G;
@@ -44,16 +45,16 @@ struct Logits {
   typedef GateTerms<G> Gates;
   typedef Runs<G, Exchange, BY_ROWS> R;
   static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, COLUMNS = G::COLUMNS, NUM_THREADS = 32 * G::WARPS;
-  // Of the warp's four heads, those whose next keys wait in registers while a tile is mixed.
+  // Number of the warp's four heads whose next keys are prefetched into registers while a tile is mixed.
   static constexpr int KEY_WORDS = G::HEAD_DIM / 4 * G::GROUPS, HELD = KEY_WORDS <= 16 ? 4 : KEY_WORDS <= 32 ? 2 : 1;
   static constexpr int MEMORY_BYTES = G::QUERY_BYTES + W::MEMORY_BYTES + R::MEMORY_BYTES;
 
   struct State {
-    u32 w1[TAPS][4][2], w2[TAPS][4][2];  // of a slice
+    u32 w1[TAPS][4][2], w2[TAPS][4][2];  // weights of a slice
     typename R::Column carry[R::CARRY];
-    typename S::Keys keys[HELD];      // of the next tile
-    typename T::Distances distances;  // of this one
-    typename Gates::Rows rows;        // GATED: of the warp's row tile
+    typename S::Keys keys[HELD];      // keys of the next tile
+    typename T::Distances distances;  // U of this tile
+    typename Gates::Rows rows;        // GATED: row vectors of the warp's row tile
   };
   struct Context {
     LogitInputs in;
@@ -61,14 +62,14 @@ struct Logits {
     int warp, first_row;
     Tiles tiles;
     KERNEL_CODE int position() const { return in.scores.position + first_row; }
-    // The last column that one of the block's rows sees.
+    // Last column that any of the block's rows sees.
     KERNEL_CODE int last_column() const {
       const int end = first_row + G::ROWS < in.scores.rows ? first_row + G::ROWS : in.scores.rows;
       return in.scores.position + end - 1;
     }
   };
 
-  // Goes over the tiles of the block's rows; after each, take<MASKED>(context, first column) of the last phase.
+  // Computes the tiles of the block's rows, and calls take<MASKED>(context, first column) of the last phase after each.
   template <class Last>
   static KERNEL_CODE void go_over_tiles(const LogitInputs& in, SharedMemory memory, int warp, int block, Last& last) {
     Context c{in, memory, memory, memory, warp, block * G::ROWS, {}};
@@ -90,12 +91,13 @@ struct Logits {
         UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
           W::clear_last_columns(find_window(c, group), warp % 4);
     }
-    if (!G::LOCAL) c.tiles = in.scores.find_tiles<G>(c.first_row);  // not before, when registers are scarce
+    if (!G::LOCAL) c.tiles = in.scores.find_tiles<G>(c.first_row);  // not earlier, because registers are scarce there
     Step<Last> step{st, c, memory, last};
     RowSpans::go_over<G>(c.tiles, step);
   }
 
-  // The words of pair `pair` in four columns of a tile, `at` being their row's offset: both heads' logits without bias.
+  // Loads the logits, without bias, of a pair of heads in four columns of a tile. `at` is the offset of the row and
+  // pair.
   static KERNEL_CODE void load(f32 (&logits)[2][4], SharedMemory sums, i32 at, i32 chunk) {
     Words<4> own, passed;
     R::load(own, passed, sums, at, chunk);
@@ -109,8 +111,8 @@ struct Logits {
     }
   }
 
-  // A warp computes the scores of pairs w and w + 4, w = warp % 4, in the columns of its scores' blocks: its heads are
-  // 2w, 2w + 1 and 8 more, and 16 more of both.
+  // A warp computes the scores of head pairs w and w + 4, with w = warp % 4: heads 2w, 2w + 1, 2w + 8 and 2w + 9, and
+  // with two groups of heads each of these plus 16.
   static KERNEL_CODE int find_head(int warp, int h) { return 2 * (warp % 4) + 8 * (h / 2) + h % 2; }
 
  private:
@@ -153,7 +155,7 @@ struct Logits {
     G::load_weights(st.w1, (const char*)c.in.w1 + slice * SLICE_BYTES);
     G::load_weights(st.w2, (const char*)c.in.w2 + slice * SLICE_BYTES);
   }
-  // The window of a group of 16 heads.
+  // Window of a group of 16 heads.
   static KERNEL_CODE SharedMemory find_window(const Context& c, int group) {
     return advance(c.scores, group * W::GROUP_BYTES);
   }
@@ -164,8 +166,8 @@ struct Logits {
     return tile * COLUMNS + 2 * PADDING + 16 * G::GROUPS * (c.warp / 4);
   }
 
-  // Scores of a tile, -1 being the one before the first, from keys that were loaded before; loads those of the next
-  // HELD heads, of this tile or the next.
+  // Computes the scores of a tile (-1: the tile before the first) from prefetched keys, and loads the keys of the next
+  // HELD heads, in this tile or the next.
   template <bool MASKED>
   static KERNEL_CODE void compute_scores(State& st, Context& c, int tile) {
     constexpr int WARP_HEADS = 4 * G::HEAD_GROUPS;
@@ -189,7 +191,7 @@ struct Logits {
   }
 
   // Mixes the warp's 16 rows and run of 8 columns, one slice of the width after another. EDGE: only the hidden values
-  // of the columns left of p. BEGINS: rows' documents may begin here. `table_group` is that of the run's distances.
+  // of columns left of p. BEGINS: documents may begin in this tile. `table_group` is the group of the run's distances.
   template <bool EDGE, bool BEGINS>
   static KERNEL_CODE void mix(State& st, Context& c, int first, int table_group) {
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
@@ -214,7 +216,7 @@ struct Logits {
   struct Pixels {
     static constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING, COUNT = 8 + KEPT;
     u32 scores[COUNT][G::HEAD_GROUPS][4];
-    typename R::Column passed[R::CARRY];  // what the slices before make of the next run's columns
+    typename R::Column passed[R::CARRY];  // contributions of earlier slices to the next run's columns
     int hidden_column;
     bool has_begin = false;
     typename T::Places places;
@@ -224,7 +226,7 @@ struct Logits {
     UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
       W::load(scores[group], find_window(c, group), row_tile, run, x);
   }
-  // Adds a column's words of all heads, exactly, by a product with the identity.
+  // Adds a column's words of all heads by a product with the identity, which is exact.
   static KERNEL_CODE void add_words(f32 (&sum)[R::TILES][4], const u32 (&words)[4], int group, u32 unit) {
     mma_exchange(sum[2 * group], words, unit, u32(0u));
     mma_exchange(sum[2 * group + 1], words, u32(0u), unit);

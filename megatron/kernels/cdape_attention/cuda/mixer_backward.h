@@ -1,14 +1,14 @@
-// Backward pass of CDAPE's processor for a block's query rows: from the gradient of the logits to those of the scores,
-// of the table U and the edge E, of the bias table (its part in the logits), and of both convolutions' weights.
+// Backward pass of CDAPE's processor for a block's query rows: computes, from the gradient of the logits, the gradients
+// of the scores, the table U, the edge E, the bias table (as part of the logits), and both convolutions' weights.
 //
 //   hidden[j] = U[i - j] + Σ_t W1[t]·S[j + t - p]        (E[i, j] instead of U for j < p)
 //   L[j] = S[j] + bias[i - j] + Σ_t W2[t]·LeakyReLU(hidden[j + t - p])
 //   dhidden[j] = LeakyReLU'(hidden[j]) · Σ_t W2[t]ᵀ·dL[j - t + p]
 //   dS[j] = dL[j] + Σ_t W1[t]ᵀ·dhidden[j - t + p]
 //
-// (DAPE V2, equation 5; b1 is part of U and E.) Scores and hidden values are computed again. The gradients of weights
-// take as many registers as a kernel has, so they have a launch of their own: SCORES says that a kernel returns dS and
-// the gradients of tables, WEIGHTS that it returns those of weights.
+// (DAPE V2, equation 5; b1 is part of U and E.) Scores and hidden values are recomputed. The gradients of the weights
+// need all registers of a kernel, so a separate launch computes them. With SCORES, a kernel returns dS and the
+// gradients of the tables; with WEIGHTS, the gradients of the weights.
 #pragma once
 #include "diagonals.h"
 #include "gates.h"
@@ -19,21 +19,22 @@
 
 struct MixerBackwardArgs {
   ScoreInputs scores;
-  const void* dlogits;  // words [R, 8 pairs, C]; what a row does not see is not read
-  const void* table;    // U, float32 [N + front, 4 n-tiles, 4, 4], see Tables; its entry 0 is distance -front
+  const void* dlogits;  // words [R, 8 pairs, C]; columns that a row does not see are not read
+  const void* table;    // U, float32 [N + front, 4 n-tiles, 4, 4], see Tables; entry 0 is distance -front
   const void* edge;     // E, float32 [R, p, 32]
   const void* w1;       // B fragments of W1, exchange numbers [k][4 n-tiles][32 lanes][2]
-  const void* w2;       // B fragments of W2ᵀ, numbers of the model's type, the same
-  const void* w1_back;  // B fragments of W1ᵀ, of that type [k][2 k-steps][2 n-tiles][32 lanes][2]
-  void* dscores;        // [H, R, C], written where a row sees a column
-  void* dtables;        // float32 [programs, N', 48], zero: row i has dU[i - p] by 32 widths and dbias[i] by 16 heads
+  const void* w2;       // B fragments of W2ᵀ, numbers of the model's type, same layout
+  const void* w1_back;  // B fragments of W1ᵀ, same type [k][2 k-steps][2 n-tiles][32 lanes][2]
+  void* dscores;        // [H, R, C], written in the columns that a row sees
+  void* dtables;        // float32 [programs, N', 48], initially 0: row i has dU[i - p] (32 widths), dbias[i] (16 heads)
   void* dedge;          // float32 [R, p, 32]
-  void* dweights;       // float32 [programs, 2, k, 4 n-tiles, 32 lanes, 4]: of W1 and W2
+  void* dweights;       // float32 [programs, 2, k, 4 n-tiles, 32 lanes, 4]: gradients of W1 and W2
   int table_front, dtable_rows;
-  // Bytes from one sequence to the next; of both maps.
+  // Bytes from one sequence to the next; `map_batch` applies to dlogits.
   long long q_batch, k_batch, map_batch, edge_batch, dscores_batch;
-  // GATED: instead of the table. E and its gradient are [R, 4p, 32]; row j of `dtables` [programs, C, 48] is of the
-  // hidden values of column j + p and the logits of column j, with the channels of `drows`, see GateSums.
+  // GATED: terms that replace the table. E and its gradient are [R, 4p, 32]. Row j of `dtables` [programs, C, 48]
+  // belongs to the hidden values of column j + p and the logits of column j, with the channels of `drows` (see
+  // GateSums).
   GateInputs gates;
   void* drows;  // float32 [R, 48]
   long long drows_batch;
@@ -53,8 +54,8 @@ struct MixerBackward {
   typedef GateSums<G> Sums;
   static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS, BLOCKS_PER_SM = 8 / G::WARPS;
   static constexpr float SLOPE = 0.01f;
-  // Registers hold the weights of a slice of the width: of all of it, or of half with more than three taps. What the
-  // slices add to dS is summed up, and each has gradients of weights of its own, with a block for each.
+  // Registers hold the weights of a slice of the width: the whole width, or half of it with more than three taps. The
+  // slices' contributions to dS are summed. Each slice has its own gradients of weights, computed by its own blocks.
   static constexpr int N_TILES = PADDING > 1 ? 2 : 4, STEPS = N_TILES / 2, SLICES = 4 / N_TILES;
   static_assert(!G::GATED || SLICES == 1, "gates have sums of all widths");
 
@@ -66,7 +67,7 @@ struct MixerBackward {
     typename R::Column carry[R::CARRY];
     f32 dw1[WEIGHTS ? TAPS : 1][N_TILES][4], dw2[WEIGHTS ? TAPS : 1][N_TILES][4];
     typename D::Sums diagonals;
-    // GATED: of the warp's row tile.
+    // GATED: row vectors and sums of the warp's row tile.
     typename Gates::Rows rows;
     typename Sums::Rows row_sums;
   };
@@ -82,7 +83,7 @@ struct MixerBackward {
   static KERNEL_CODE void run(MixerBackwardArgs args, SharedMemory memory, int warp, int block, int num_blocks,
                               int batch) {
     const int slice = WEIGHTS ? batch % SLICES : 0;
-    if (WEIGHTS) batch /= SLICES;  // slices stand side by side, like sequences
+    if (WEIGHTS) batch /= SLICES;  // slices are adjacent in the grid, like sequences
     const long long program = (long long)batch * num_blocks + block;
     args.scores.q = (const char*)args.scores.q + batch * args.q_batch;
     args.scores.k = (const char*)args.scores.k + batch * args.k_batch;
@@ -155,7 +156,7 @@ struct MixerBackward {
         Sums::add(c.diagonals, c.warp, first, c.args.dtables, c.program, c.args.dtable_rows);
         return;
       }
-      const int row = c.position() - first - (G::COLUMNS - 1);  // of the sums' first distance
+      const int row = c.position() - first - (G::COLUMNS - 1);  // row of the sums' first distance
       D::add(st.diagonals, c.diagonals, c.warp, tile, is_last, c.args.dtables, c.program, c.args.dtable_rows, row);
     }
   }
@@ -184,12 +185,12 @@ struct MixerBackward {
     if constexpr (SCORES) G::load_weights(st.w1_back, c.args.w1_back, slice * N_TILES);
   }
 
-  // Scores and dL of a tile's columns. A warp brings dL of an equal share of the rows, all heads.
+  // Loads scores and dL of a tile's columns. A warp loads dL of an equal share of the rows, for all heads.
   template <bool MASKED>
   static KERNEL_CODE void load_tile(Context& c, int first) {
     compute_scores<MASKED>(c, first);
     const long long columns = c.args.scores.columns;
-    constexpr int LANES = G::COLUMNS / 2;  // to a row of a pair
+    constexpr int LANES = G::COLUMNS / 2;  // lanes per row of a pair
     i32 lane = lane_id(), pair = lane / LANES, column = lane % LANES * 2;
     UNROLL_FOR (int r = 0; r < G::WARP_ROWS; r++) {
       const int row = G::WARP_ROWS * c.warp + r, in_map = c.first_row + row;
@@ -216,7 +217,7 @@ struct MixerBackward {
     }
   }
 
-  // Scores of 32 columns and a pair of heads, or two pairs, of which the warp owns the words.
+  // Computes the scores of 32 columns and the one or two pairs of heads whose words the warp owns.
   static constexpr int PAIR_WARPS = G::WARPS / (G::COLUMNS / 32), OWNED_PAIRS = G::PAIRS / PAIR_WARPS;
   template <bool MASKED>
   static KERNEL_CODE void compute_scores(Context& c, int tile_first) {
@@ -248,7 +249,7 @@ struct MixerBackward {
     }
   }
 
-  // Makes the tile's last columns those before the next tile: of scores by pairs, of dL by rows, as warps own them.
+  // Copies the tile's last columns before the next tile: scores by pairs and dL by rows, as the warps own them.
   static KERNEL_CODE void keep_columns(Context& c) {
     if (owns_last_scores(c)) W::keep_last_columns(c.scores, c.warp % PAIR_WARPS);
     i32 at = locate_dlogits(c);
@@ -258,20 +259,20 @@ struct MixerBackward {
     }
   }
 
-  // Zeros what `keep_columns` takes for the first tile.
+  // Zeros the columns that `keep_columns` copies for the first tile.
   static KERNEL_CODE void clear_columns(Context& c) {
     if (owns_last_scores(c)) W::clear_last_columns(c.scores, c.warp % PAIR_WARPS);
     UNROLL_FOR (int x = G::COLUMNS - 2 * PADDING; x < G::COLUMNS; x += 2)
       store_shared<2>(c.dlogits, locate_dlogits(c) + (W::FIRST + x) * 4, Words<2>{u32(0u), u32(0u)});
   }
   static KERNEL_CODE bool owns_last_scores(const Context& c) { return c.warp / PAIR_WARPS == G::COLUMNS / 32 - 1; }
-  // The offset of dL of the warp's rows: a lane takes a row and a pair.
+  // Offset of dL in the warp's rows. A lane has a row and a pair.
   static KERNEL_CODE i32 locate_dlogits(const Context& c) {
     i32 lane = lane_id();
     return W::row_offset(lane / 8 % G::WARP_ROWS + G::WARP_ROWS * c.warp) + W::pair_offset(lane % 8);
   }
 
-  // Rows (heads) by columns (pixels' rows) instead of the reverse, as an A fragment.
+  // Transposes an A fragment: rows are heads and columns are the pixels' rows afterwards.
   static KERNEL_CODE void transpose(u32 (&a)[4], const u32 (&x)[4]) {
     a[0] = transpose_8x8(x[0]);
     a[1] = transpose_8x8(x[2]);
@@ -284,13 +285,13 @@ struct MixerBackward {
     transpose(a, y);
   }
 
-  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of the columns left of p. BEGINS: rows'
-  // documents may begin here.
+  // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of columns left of p. BEGINS: documents
+  // may begin in this tile.
   template <bool EDGE, bool BEGINS>
   static KERNEL_CODE void mix(State& st, Context& c, int first) {
     if (EDGE) R::clear(st.carry);
     if (EDGE && c.warp % G::RUNS != G::RUNS - 1) return;
-    typename R::Column passed[R::CARRY];  // what the slices before make of the next run's columns
+    typename R::Column passed[R::CARRY];  // contributions of earlier slices to the next run's columns
     UNROLL_FOR (int slice = 0; slice < (SCORES ? SLICES : 1); slice++) {
       if (SCORES && SLICES > 1) load_weights(st, c, slice);
       mix_slice<EDGE, BEGINS>(st, c, passed, first, WEIGHTS ? c.slice : slice);
@@ -308,7 +309,7 @@ struct MixerBackward {
     i32 at = W::locate(row_tile, run);
     s.template load<0, KEPT>(c.scores, at);
     l.template load<0, KEPT>(c.dlogits, at);
-    u32 s_rows[TAPS][4], l_rows[TAPS][4];  // transposed, of the columns that a hidden value reads
+    u32 s_rows[TAPS][4], l_rows[TAPS][4];  // transposed words of the columns that a hidden value reads
     if constexpr (EDGE) {
       s.template load<KEPT, 8 + KEPT>(c.scores, at);
       l.template load<KEPT, 8 + KEPT>(c.dlogits, at);
@@ -319,7 +320,7 @@ struct MixerBackward {
         transpose(l_rows[(BEGIN + x) % TAPS], l.column[BEGIN + x]);
       }
     f32 ds[SCORES ? TAPS : 1][2][4], du[SCORES ? 2 : 1][N_TILES][4], db[SCORES ? 2 : 1][2][4];
-    typename Sums::Columns column_sums;  // GATED: instead of du and db
+    typename Sums::Columns column_sums;  // GATED: replaces du and db
     Sums::clear(column_sums);
     if constexpr (SCORES) {
       UNROLL_FOR (int y = 0; y < TAPS; y++)
@@ -336,7 +337,7 @@ struct MixerBackward {
     Address entries[2];
     UNROLL_FOR (int n = 0; n < 2; n++)
       entries[n] = address(c.args.table, entry * 256 + first_step * 128 + ((entry & 1) ^ n) * 64 + t * 16);
-    typename R::Column done[4], others[4];  // of the slices before
+    typename R::Column done[4], others[4];  // sums of earlier slices
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(Element::ONE), u32(Element::ONE << 16)), u32(0u));
     const int hidden_column = first + PADDING + 8 * run;
     Address columns = Gates::locate_columns(c.args.gates, hidden_column);
@@ -421,7 +422,7 @@ struct MixerBackward {
         }
         UNROLL_FOR (int n = 0; n < 2; n++)
           UNROLL_FOR (int r = 0; r < 2; r++) {
-            // E is no function of the distance.
+            // E is not a function of the distance.
             if (SCORES && BEGINS && has_begin)
               before[n][r] = select(T::is_at_edge(places, r, hidden_column + jj), u32(0u), before[n][r]);
           }
@@ -450,7 +451,7 @@ struct MixerBackward {
       }
       if constexpr (SCORES) {
         f32(&sum)[2][4] = ds[jj % TAPS];
-        // dL itself, exactly, by a product with the identity, or what the slices before made of it.
+        // Adds dL by a product with the identity, which is exact; or the sum of earlier slices, which includes it.
         if (slice == 0) add_words(sum, l.column[jj], unit);
         else if (!EDGE) add_words(sum, others[jj % 4].part, unit);
         done[jj % 4] = R::pack(sum);
@@ -495,7 +496,7 @@ struct MixerBackward {
     }
   }
 
-  // Stores dS of a tile's columns. A warp takes an equal share of the rows, a lane 4 columns of a pair.
+  // Stores dS of a tile's columns. A warp stores an equal share of the rows, a lane 4 columns of a pair.
   template <bool MASKED>
   static KERNEL_CODE void store_scores(Context& c, int first) {
     constexpr int CHUNKS = G::COLUMNS / 4, AT_ONCE = 32 / CHUNKS;  // pairs
@@ -535,8 +536,8 @@ struct MixerBackward {
     }
   }
 
-  // Adds up the warps' gradients of the weights, in the order of the warps, and stores them. Nothing else is needed of
-  // shared memory then.
+  // Adds the warps' gradients of the weights in the order of the warps, and stores them. Overwrites all of shared
+  // memory.
   static KERNEL_CODE void store_weights(State& st, Context& c, SharedMemory memory) {
     constexpr int COUNT = 2 * TAPS * N_TILES, WARP_BYTES = COUNT * 512;
     static_assert(G::WARPS * WARP_BYTES <= MEMORY_BYTES, "the warps' sums take the place of a tile");

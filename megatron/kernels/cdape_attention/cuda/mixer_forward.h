@@ -1,4 +1,4 @@
-// Forward pass of CDAPE's processor: logits of a block's query rows, from queries and keys (`logits.h`), into memory.
+// Forward pass of CDAPE's processor: computes the logits of a block's query rows (`logits.h`) and stores them.
 #pragma once
 #include "logits.h"
 
@@ -8,8 +8,8 @@ struct MixerForwardArgs {
   long long q_batch, k_batch, logits_batch;  // bytes from one sequence to the next
 };
 
-// Stores logits. A warp takes an equal share of a tile's rows, in tiles of 64 columns twice that and half of the
-// columns; a lane 4 columns of a pair, and of more than 16 columns of pair + 4 after it.
+// Stores logits. A warp stores an equal share of a tile's rows; in tiles of 64 columns, twice that share and half of
+// the columns. A lane stores 4 columns of a pair, and then, in tiles of more than 16 columns, those of pair + 4.
 template <class G>
 struct StoreLogits {
   typedef Logits<G, false> L;
@@ -18,13 +18,13 @@ struct StoreLogits {
   static constexpr int PARTS = G::COLUMNS == 64 ? 2 : 1, CHUNKS = G::COLUMNS / PARTS / 4, PAIRS_AT_ONCE = 32 / CHUNKS;
   static constexpr int HEADS_AT_ONCE = 2 * PAIRS_AT_ONCE, WARP_ROWS = G::WARP_ROWS * PARTS;
   void* map;
-  Address logits[2];  // of the next tile, in the warp's first row and both heads of the lane's pair
+  Address logits[2];  // next tile, in the warp's first row, for both heads of the lane's pair
 
   static KERNEL_CODE i32 find_pair() {
     i32 place = lane_id() / CHUNKS;
-    return CHUNKS == 8 ? place : place % 2 * 4 + place / 2;  // has no bank conflicts
+    return CHUNKS == 8 ? place : place % 2 * 4 + place / 2;  // avoids bank conflicts
   }
-  // The warp's first row, and the lane's columns among a tile's fours.
+  // First row of the warp, and index of the lane's four columns in a tile.
   static KERNEL_CODE int find_row(int warp) { return WARP_ROWS * (warp / PARTS); }
   static KERNEL_CODE i32 find_chunk(int warp) { return lane_id() % CHUNKS + CHUNKS * (warp % PARTS); }
   KERNEL_CODE void begin(const Context& c) {
@@ -40,7 +40,7 @@ struct StoreLogits {
     const int first_row = find_row(c.warp);
     const long long row_bytes = (long long)c.in.scores.columns * 4, head_bytes = c.in.scores.rows * row_bytes;
     i32 chunk = find_chunk(c.warp), pair = find_pair();
-    // The bias of the distances from 4 below that of the first row and the lane's first column on, or of the columns.
+    // Bias by distance, from 4 below the distance of the first row and the lane's first column on; or bias by column.
     const int distance = G::GATED ? first : c.position() + first_row - first - 4 + c.in.bias_front;
     Address biases = address(c.in.bias, pair * (8 * c.in.bias_stride) + (G::GATED ? chunk * 16 : chunk * -16));
     UNROLL_FOR (int upper = 0; upper < G::PAIRS / PAIRS_AT_ONCE; upper++) {

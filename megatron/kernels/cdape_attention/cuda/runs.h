@@ -1,18 +1,18 @@
-// What the runs of a tile make of its columns, on its way from the warps that mix pixels to those that store them.
+// Results of a tile's runs in shared memory, between the warps that mix pixels and the warps that store the results.
 //
-// A run's convolution reaches into the first 2p columns of the next. That part goes to words of its own, behind the
-// tile's columns, and the reader adds it; the last run keeps its part for the next tile.
+// A run's convolution extends into the first 2p columns of the next run. This contribution has separate words after the
+// tile's columns, and the reader adds it. The last run keeps its contribution for the next tile.
 #pragma once
 #include "geometry.h"
 
-// BY_ROWS: readers access words by rows and columns, else by columns and pairs.
+// BY_ROWS: readers access words by rows and columns; otherwise by columns and pairs.
 template <class G, class Type, bool BY_ROWS>
 struct Runs {
   static constexpr int REACH = 2 * G::PADDING, CARRY = REACH > 0 ? REACH : 1;
-  // Strides in words; odd rows lie ODD_ROWS nearer to the row before. Neither writers, by rows and pairs, nor readers
-  // have bank conflicts.
+  // Strides in words. An odd row is ODD_ROWS words nearer to the previous row. Neither writers (by rows and pairs) nor
+  // readers have bank conflicts.
   static constexpr bool IS_WIDE = G::COLUMNS >= 32 && !BY_ROWS;
-  // The least stride that holds a row's columns and what its runs pass on, and begins at a given one of 32 banks.
+  // Smallest stride that fits a row's columns and its runs' contributions, and begins at a given one of 32 banks.
   static constexpr int NEEDED = G::COLUMNS + REACH * G::RUNS;
   static constexpr KERNEL_CODE int find_stride(int bank) { return (NEEDED - bank + 31) / 32 * 32 + bank; }
   static constexpr int NARROW_STRIDE = find_stride(12) < find_stride(20) ? find_stride(12) : find_stride(20);
@@ -20,8 +20,8 @@ struct Runs {
   static constexpr int ROW_STRIDE = G::PAIRS * PAIR_STRIDE + (IS_WIDE ? 4 : 18), ODD_ROWS = IS_WIDE ? 0 : 2;
   static constexpr int MEMORY_BYTES = G::ROWS * ROW_STRIDE * 4;
 
-  // A column's sums, heads 2t, 2t + 1 (n-tile 0) and 8 more (n-tile 1, and so on) of rows g and g + 8, as words: those
-  // of 16 heads are an A fragment.
+  // Words of a column's sums in rows g and g + 8: heads 2t and 2t + 1 (n-tile 0), 2t + 8 and 2t + 9 (n-tile 1), and so
+  // on. The words of 16 heads are an A fragment.
   static constexpr int TILES = G::HEADS / 8, PARTS = 2 * TILES;
   struct Column {
     u32 part[PARTS];
@@ -37,7 +37,7 @@ struct Runs {
   static KERNEL_CODE T row_offset(T row) {
     return row * (ROW_STRIDE * 4) - row % 2 * (ODD_ROWS * 4);
   }
-  // The offset of a lane's row g and pair t.
+  // Offset of a lane's row g and pair t.
   static KERNEL_CODE i32 locate(int row_tile) {
     i32 lane = lane_id();
     return row_offset(lane / 4 + 16 * row_tile) + lane % 4 * (PAIR_STRIDE * 4);
@@ -54,7 +54,7 @@ struct Runs {
       store_shared<4>(memory, lane_offset + part_offset(q, column), v);
     }
   }
-  // Loads what the lane stored there.
+  // Loads the words that the lane stored there.
   static KERNEL_CODE void load_stored(Column (&columns)[4], SharedMemory memory, i32 lane_offset, int column) {
     UNROLL_FOR (int q = 0; q < PARTS; q++) {
       Words<4> v = load_shared<4>(memory, lane_offset + part_offset(q, column));
@@ -62,7 +62,7 @@ struct Runs {
     }
   }
 
-  // Passes on what reaches into the next run's first 2p columns: column 8 + y of this run is sums[(8 + y) % TAPS].
+  // Passes the contribution to the next run's first 2p columns on: column 8 + y of this run is sums[(8 + y) % TAPS].
   static KERNEL_CODE void pass_on(SharedMemory memory, i32 lane_offset, Column (&carry)[CARRY],
                                   const f32 (&sums)[G::TAPS][TILES][4], int run, bool is_edge) {
     const bool is_last = run == G::RUNS - 1;
@@ -87,17 +87,17 @@ struct Runs {
       UNROLL_FOR (int q = 0; q < PARTS; q++) carry[y].part[q] = u32(0u);
   }
 
-  // Loads the words of four columns, the chunk-th of a tile, of the row and pair at `at`: those of the run, and from
-  // the run before those of the first min(2p, 4) columns, zero where it does not reach.
+  // Loads the words of four columns, the chunk-th of a tile, in the row and pair at `at`: those of the run, and the
+  // previous run's contributions to the first min(2p, 4) columns, or zeros where there are none.
   static KERNEL_CODE void load(Words<4>& own, Words<4>& passed, SharedMemory memory, i32 at, i32 chunk) {
     own = load_shared<4>(memory, at + chunk * 16);
-    if constexpr (REACH == 4) {  // in one access, whose lanes of a pair have no bank conflicts with each other
+    if constexpr (REACH == 4) {  // in one access, without bank conflicts between the lanes of a pair
       passed = load_shared<4>(memory, at + (chunk / 2 * 4 + G::COLUMNS) * 4);
       UNROLL_FOR (int y = 0; y < 4; y++) passed.x[y] = select(chunk % 2 == 0, passed.x[y], u32(0u));
       return;
     }
     UNROLL_FOR (int y = 0; y < 4 && y < REACH; y += 2) {
-      i32 column = (chunk % 2) * 4 + y;  // in its run
+      i32 column = (chunk % 2) * 4 + y;  // column in its run
       i32 from = (chunk / 2) * REACH + minimum(column, i32(REACH - 2)) + G::COLUMNS;
       Words<2> v = load_shared<2>(memory, at + from * 4);
       UNROLL_FOR (int z = 0; z < 2; z++) passed.x[y + z] = select(column < REACH, v.x[z], u32(0u));

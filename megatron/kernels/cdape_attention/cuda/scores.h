@@ -1,24 +1,24 @@
-// Scores S = q·k of a block's rows, for all heads.
+// Scores S = q·k of a block's rows for all heads.
 #pragma once
 #include "spans.h"
 
 struct ScoreInputs : RowSpans {
-  const void* q;           // [H, …, d], scaled: the chunk's first row
-  const void* k;           // [H, …, d]: column 0
+  const void* q;           // [H, …, d], scaled, from the chunk's first row on
+  const void* k;           // [H, …, d], from column 0 on
   int q_stride, k_stride;  // bytes from one head to the next
   int q_row;               // bytes from one row of q to the next
   int heads;
 };
 
-// A row of a head, divided among four lanes. A product's step takes the words 2·step and 2·step + 1 of queries and keys
-// alike: which dimensions they are does not matter.
+// A row of a head, divided among four lanes. Step `step` of a product reads words 2·step and 2·step + 1 of queries and
+// keys. Their order among the dimensions does not matter.
 template <class G>
 struct HeadRow {
   static constexpr int STEPS = G::HEAD_DIM / 16, WHOLE = STEPS / 2;
   u32 word[2 * STEPS];
 
-  // Loads the lane's words of a row that begins `offset` bytes behind `base` + `in_base`. EARLY: before the next
-  // barrier.
+  // Loads the lane's words of a row that begins `offset` bytes after `base` + `in_base`. EARLY: the loads are issued
+  // before the next barrier.
   template <bool EARLY>
   KERNEL_CODE void load(const void* base, long long in_base, i32 offset, int constant = 0) {
     i32 t = lane_id() % 4;
@@ -35,9 +35,9 @@ struct HeadRow {
   }
 };
 
-// A warp computes a head's scores as two blocks of 16 rows and 16 columns, two n-tiles: of two row tiles, or of one and
-// two groups of columns. Lane g of n-tile n holds the column (g/2)·LANE_COLUMNS + 2n + g%2 of a group, so that a lane's
-// sums are of four neighboring columns, t·LANE_COLUMNS and after. Groups are GROUP_COLUMNS apart.
+// A warp computes a head's scores as two blocks of 16 rows and 16 columns (two n-tiles): two row tiles, or one row tile
+// and two groups of columns. Lane g of n-tile n has the column (g/2)·LANE_COLUMNS + 2n + g%2 of a group, so a lane's
+// sums belong to four adjacent columns from t·LANE_COLUMNS on. Groups are GROUP_COLUMNS apart.
 template <class G, int LANE_COLUMNS>
 struct Scores {
   typedef HeadRow<G> Row;
@@ -50,11 +50,11 @@ struct Scores {
     f32 tile[2][2][4];
   };
 
-  // Of a block of sums: its first row and column.
+  // First row and column of a block of sums.
   static constexpr KERNEL_CODE int block_row(int block) { return G::ROW_TILES == 2 ? 16 * block : 0; }
   static constexpr KERNEL_CODE int block_column(int block) { return G::ROW_TILES == 2 ? 0 : GROUP_COLUMNS * block; }
 
-  // Brings an equal share of the queries into shared memory, as A fragments [head][row tile][k-step][lane][4 words].
+  // Copies an equal share of the queries to shared memory, as A fragments [head][row tile][k-step][lane][4 words].
   static KERNEL_CODE void load_queries(const ScoreInputs& in, SharedMemory queries, int warp, int first_row) {
     constexpr int SHARE = G::HEADS / G::WARPS;
     i32 lane = lane_id();
@@ -68,13 +68,13 @@ struct Scores {
       }
   }
 
-  // Loads row `first` + g of queries, or of what has their strides, at or before the chunk's last row.
+  // Loads row `first` + g of the queries, or of a tensor with their strides, but no row after the chunk's last.
   static KERNEL_CODE void load_row(Row& row, const ScoreInputs& in, const void* q, long long head, int first) {
-    i32 g = minimum(lane_id() / 4, i32(in.rows - 1 - first));  // 32 bits hold the bytes of a block's rows, not of all
+    i32 g = minimum(lane_id() / 4, i32(in.rows - 1 - first));  // the offset within a block's rows fits in 32 bits
     row.template load<false>(q, head + (long long)first * in.q_row, g * in.q_row);
   }
 
-  // Loads a head's keys of the lanes' columns from `first` on.
+  // Loads a head's keys for the lanes' columns from `first` on.
   static KERNEL_CODE void load_keys(Keys& keys, const ScoreInputs& in, int head, int first) {
     i32 g = lane_id() / 4, lane_column = (g / 2) * LANE_COLUMNS + g % 2;
     const long long in_keys = head_offset(in, head, in.k_stride) + (long long)first * G::ROW_BYTES;
@@ -83,7 +83,7 @@ struct Scores {
         keys.row[group][n].template load<false>(in.k, in_keys, lane_column * G::ROW_BYTES,
                                                 (GROUP_COLUMNS * group + 2 * n) * G::ROW_BYTES);
   }
-  // The same of columns that may be outside of 0 … `last`: there the nearest inside. EARLY: before the next barrier.
+  // Loads the same keys, but the nearest key inside for columns outside of 0 … `last`. EARLY: before the next barrier.
   template <bool EARLY>
   static KERNEL_CODE void load_keys_inside(Keys& keys, const ScoreInputs& in, int head, int first, int last) {
     i32 g = lane_id() / 4, lane_column = (g / 2) * LANE_COLUMNS + g % 2;
@@ -98,13 +98,13 @@ struct Scores {
   static KERNEL_CODE Words<4> load_query(SharedMemory queries, int head, int tile, int step) {
     return load_shared<4>(queries, lane_id() * 16 + query_offset(head, tile, step));
   }
-  // Queries in shared memory, by head, row tile and step of a product.
+  // Queries in shared memory by head, row tile and step of a product.
   struct SharedQueries {
     SharedMemory memory;
     int head;
     KERNEL_CODE Words<4> load(int tile, int step) const { return load_query(memory, head, tile, step); }
   };
-  // Queries of a row tile that were loaded from global memory.
+  // Queries of a row tile, loaded from global memory.
   struct LoadedQueries {
     Row rows[2];
     KERNEL_CODE Words<4> load(int, int step) const {
@@ -136,8 +136,8 @@ struct Scores {
       }
   }
 
-  // The words of a pair of heads: words[block][x][r] is of column `first` + x of the lane's in the block, and row
-  // g + 8r. MASKED: some row does not see some of the columns, and its scores are zero.
+  // Packs the words of a pair of heads: words[block][x][r] belongs to column `first` + x of the lane's columns in the
+  // block, and row g + 8r. MASKED: scores of columns that a row does not see are zero.
   template <bool MASKED>
   static KERNEL_CODE void pack(u32 (&words)[2][4][2], const Sums (&sums)[2], const ScoreInputs& in, int first_row,
                                int first) {
@@ -164,7 +164,7 @@ struct Scores {
 
  private:
   static KERNEL_CODE long long head_offset(const ScoreInputs& in, int head, int stride) {
-    return (long long)(head < in.heads ? head : in.heads - 1) * stride;  // the weights of those beyond are zero
+    return (long long)(head < in.heads ? head : in.heads - 1) * stride;  // heads after the last have zero weights
   }
   static KERNEL_CODE int query_offset(int head, int tile, int step) {
     return ((head * G::ROW_TILES + tile) * Row::STEPS + step) * 512;

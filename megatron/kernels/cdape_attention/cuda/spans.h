@@ -1,32 +1,32 @@
-// The columns that rows see, and the tiles in which a block finds them.
+// Columns that rows see, and the tiles that contain them.
 //
-// Row r stands at column position + r, the last that it sees. The first is column 0, or, if a kernel is LOCAL, one of
-// its own: where its document or its window begins. Columns before a row's document are outside, for both convolutions;
-// those before its window have no scores, and hidden values as any other.
+// The last column that row r sees is position + r. The first is column 0, or, in a LOCAL kernel, the first column of
+// the row's document or window. Columns before a row's document are padding for both convolutions. Columns before its
+// window have no scores, but have hidden values.
 //
-// A LOCAL kernel begins 2p columns or more before the first that one of its rows sees, and so has no prologue: nothing
-// left of there reaches a logit. E holds wherever a document begins, within a tile.
+// A LOCAL kernel begins at least 2p columns before the first column that any of its rows sees. No column further left
+// affects a logit, so it has no prologue. E applies wherever a document begins within a tile.
 #pragma once
 #include "geometry.h"
 
-// Tiles first … end - 1. Of those plain … masked - 1 every row sees all scores.
+// Tiles first … end - 1. In tiles plain … masked - 1, every row sees all scores.
 struct Tiles {
   int first, plain, masked, end;
 };
 
 struct RowSpans {
-  const void* document_starts;  // int32 [rows], where the rows' documents begin; null: all at `origin`'s 0
+  const void* document_starts;  // int32 [rows], positions at which the rows' documents begin; null if all are 0
   long long batch;              // bytes from one sequence to the next
   int rows, columns;            // rows of the chunk, and columns that its last row sees
-  int position;                 // of the chunk's first row: row r sees columns … position + r
-  int window, origin;           // LOCAL: columns that a row sees at most, and what column 0 is in `document_starts`
-  int edge_position;            // LOCAL: E's first row is of this position in a document
+  int position;                 // column of the chunk's first row; row r sees columns up to position + r
+  int window, origin;           // LOCAL: maximum number of columns that a row sees; position of column 0
+  int edge_position;            // LOCAL: position in a document of E's first row
 
   KERNEL_CODE void select_sequence(int index) {
     if (document_starts != nullptr) document_starts = (const char*)document_starts + index * batch;
   }
 
-  // Where a row's document begins. Rows beyond the last are as the last.
+  // Column at which a row's document begins. Rows after the last have the last row's.
   KERNEL_CODE int find_document(int row) const {
     return (document_starts == nullptr ? 0 : load_uniform(document_starts, row < rows ? row : rows - 1)) - origin;
   }
@@ -34,7 +34,7 @@ struct RowSpans {
     if (document_starts == nullptr) return i32(-origin);
     return i32(load_global<1>(address(document_starts, minimum(row, i32(rows - 1)) * 4), 0).x[0]) - origin;
   }
-  // The first column that a row sees.
+  // First column that a row sees.
   KERNEL_CODE int find_first(int row) const {
     const int document = find_document(row), in_window = position + row - window + 1;
     return document > in_window ? document : in_window;
@@ -61,7 +61,7 @@ struct RowSpans {
     return tiles;
   }
 
-  // Goes over the tiles: step.take<MASKED>(tile).
+  // Calls step.take<MASKED>(tile) for each tile.
   template <class G, class Step>
   static KERNEL_CODE void go_over(const Tiles& tiles, Step& step) {
     if constexpr (G::LOCAL) {

@@ -1,25 +1,25 @@
-// What Conv1 makes of the bias, with which hidden values begin: U by distance, E at the left edge.
+// Terms that Conv1 computes from the bias, the initial values of hidden values: U by distance, E at the left edge.
 #pragma once
 #include "gates.h"
 #include "scores.h"
 
 template <class G>
 struct Tables {
-  static constexpr int STEPS = G::N_TILES / 2;  // of 16 widths, in a slice
-  // Of a column of E, and of a row.
+  static constexpr int STEPS = G::N_TILES / 2;  // steps of 16 widths in a slice
+  // Bytes of a column and of a row of E.
   static constexpr int COLUMN_BYTES = G::WIDTH * 4, EDGE_BYTES = G::EDGE * COLUMN_BYTES;
 
-  // U as float32 [entries, 4 n-tiles, 4, 4], of rows g and g + 8 at a column: half of the width, as accumulators.
+  // Loads half of the width of U, float32 [entries, 4 n-tiles, 4, 4], at a column of rows g and g + 8, as accumulators.
   static KERNEL_CODE void load_entries(f32 (&hidden)[2][4], const Address (&entries)[2], int column, int step) {
-    // An entry has for each n-tile and t the widths of distances n and n + 8. n-tiles 2x and 2x + 1 of odd entries are
-    // swapped, which spreads a warp's loads over banks.
+    // For each n-tile and t, an entry has the widths of distances n and n + 8. In odd entries, n-tiles 2x and 2x + 1
+    // are swapped, which spreads a warp's loads over the banks.
     UNROLL_FOR (int n = 0; n < 2; n++) {
       Words<4> v = load_global<4>(entries[(n ^ column) & 1], step * 128 - column * 256);
       UNROLL_FOR (int x = 0; x < 4; x++) hidden[n][x] = as_f32(v.x[x]);
     }
   }
 
-  // E, float32 [R, EDGE, D], of rows g and g + 8 of a row tile, which exist below `rows`: 16 widths.
+  // Loads 16 widths of E, float32 [R, EDGE, D], of rows g and g + 8 of a row tile. Rows from `rows` on do not exist.
   static KERNEL_CODE void load_edge(f32 (&hidden)[2][4], const void* edge, int rows, int first_row, int column,
                                     int step) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
@@ -30,13 +30,13 @@ struct Tables {
     }
   }
 
-  // The same where rows have edges of their own: where the hidden values of a column of rows g and g + 8 stand in the
-  // rows' documents and, with gates, around the columns that they see.
+  // Positions of rows g and g + 8 if each row has its own edges: relative to the rows' documents and, with gates, to
+  // the columns that they see.
   struct Places {
-    i32 of_row[2];    // the row's E
-    i32 document[2];  // where its document begins
-    i32 row[2];       // in the chunk
-    i32 first[2];     // GATED: the columns that the row sees
+    i32 of_row[2];    // row of E
+    i32 document[2];  // column at which the row's document begins
+    i32 row[2];       // row of the chunk
+    i32 first[2];     // GATED: first and last column that the row sees
     i32 last[2];
   };
   static KERNEL_CODE void find_places(Places& places, const ScoreInputs& in, int first_row) {
@@ -68,14 +68,14 @@ struct Tables {
     pred is_at_end = places.last[r] < i32(column + G::PADDING) && places.last[r] >= i32(column - G::PADDING);
     return (is_at_begin(places, r, column) || is_at_end) && is_inside(places, r, column);
   }
-  // Whether a hidden value of a run's 8 columns from `column` on, of 16 rows from `first_row` on, may be at an edge.
+  // True if a hidden value of 16 rows from `first_row` on, in a run's 8 columns from `column` on, may be at an edge.
   static KERNEL_CODE bool has_edge(const ScoreInputs& in, int first_row, int column) {
     bool has_begin = false;
     if constexpr (G::LOCAL)
       has_begin = column < (G::GATED ? in.find_first(first_row + 15) : in.find_document(first_row + 15)) + G::PADDING;
     return has_begin || (G::GATED && column + 7 > in.position + first_row - G::PADDING);
   }
-  // The offset of a lane's widths of a column, or of the nearest one of E, in an array [rows, EDGE, D] of E or its
+  // Offset of a lane's widths of a column, or of the nearest column that E has, in an array [rows, EDGE, D]: E or its
   // gradient.
   static KERNEL_CODE i32 locate_edge(i32 row, const Places& places, int r, int column, int step) {
     i32 place = i32(column) - places.document[r];
@@ -85,7 +85,7 @@ struct Tables {
     place = minimum(maximum(place, i32(0)), i32(G::EDGE - 1));
     return row * EDGE_BYTES + place * COLUMN_BYTES + lane_id() % 4 * 16 + step * 64;
   }
-  // Replaces hidden values by E where it holds.
+  // Replaces the hidden values at edges by those of E.
   static KERNEL_CODE void select_edge(f32 (&hidden)[2][4], const void* edge, const Places& places, int column,
                                       int step) {
     UNROLL_FOR (int r = 0; r < 2; r++) {
@@ -107,13 +107,13 @@ struct Tables {
     }
   }
 
-  // U of the 23 distances between a run's columns and a row tile's rows, as B fragments of exchange numbers. A product
-  // with a shifted identity takes from them the rows' distances at a column, instead of 16 loads of what differs by one
-  // distance from column to column.
+  // U at the 23 distances between a run's columns and a row tile's rows, as B fragments of exchange numbers. A product
+  // with a shifted identity selects the rows' distances at a column. It replaces 16 loads, whose distances differ by
+  // one from column to column.
   struct Distances {
-    Words<4> near[STEPS], far[STEPS];  // by 16 of a slice's widths: two n-tiles' words of two groups of 8 distances
+    Words<4> near[STEPS], far[STEPS];  // per 16 widths of a slice: words of two n-tiles and two groups of 8 distances
   };
-  // The table is [groups, widths / 16, 32 lanes, 2 n-tiles, 2 groups], and `group` that of the distance of row 0 and
+  // The table is [groups, widths / 16, 32 lanes, 2 n-tiles, 2 groups]. `group` contains the distance of row 0 and
   // column 7.
   static KERNEL_CODE void load_distances(Distances& u, const void* table, int group, int slice) {
     constexpr int GROUP_BYTES = G::WIDTH * 32;
@@ -124,8 +124,8 @@ struct Tables {
     }
   }
   static KERNEL_CODE void begin_hidden(f32 (&hidden)[G::N_TILES][4], const Distances& u, int column) {
-    i32 lane = lane_id(), bits = (lane / 4 - lane % 4 * 2 + (7 - column)) * 16;  // to row g's one, from word t
-    // Operands that a compiler does not know to be equal or zero: it would copy them for every product.
+    i32 lane = lane_id(), bits = (lane / 4 - lane % 4 * 2 + (7 - column)) * 16;  // from word t to the 1 of row g
+    // The compiler cannot tell that these operands are equal or zero. Otherwise it would copy them for every product.
     const u32 one = u32(0x3c00u), zero = shift_left(one, bits + 1024), same = one + zero;
     const u32 shift[4] = {shift_left(one, bits), zero, shift_left(one, bits - 128), shift_left(same, bits)};
     const u32 high = shift_left(same, bits - 128);

@@ -1,15 +1,15 @@
-// Windows: where a tile's words lie in shared memory, preceded by the 2p columns before the tile's, and how a run reads
+// Windows: layouts of a tile's words in shared memory, preceded by those of the 2p columns before the tile. A run reads
 // them as A fragments: the words of rows (g, g + 8) and pairs (t, t + 4) at a column.
 #pragma once
 #include "geometry.h"
 
-// By rows, pairs and columns: neighboring columns are one access.
+// Layout by rows, pairs and columns. An access reads adjacent columns.
 template <class G>
 struct PairWindow {
   static_assert(G::COLUMNS % 32 == 0, "strides are for tiles of 32 or 64 columns");
-  // Pairs are 8 banks apart, rows 20 and the upper four pairs another 16, so that accesses of 16 bytes, by rows and
-  // pairs, and of 4 bytes, by columns and halves of the pairs, have no bank conflicts.
-  static constexpr int FIRST = 8;  // where the tile's first column is
+  // Pairs are 8 banks apart, rows 20, and the upper four pairs another 16. Accesses of 16 bytes by rows and pairs, and
+  // of 4 bytes by columns and halves of the pairs, then have no bank conflicts.
+  static constexpr int FIRST = 8;  // index of the tile's first column
   static constexpr int PAIR_STRIDE = G::COLUMNS + FIRST, UPPER_PAIRS = 16;
   static constexpr int ROW_STRIDE = G::PAIRS * PAIR_STRIDE + UPPER_PAIRS + 4;
   static constexpr int MEMORY_BYTES = G::ROWS * ROW_STRIDE * 4;
@@ -26,7 +26,7 @@ struct PairWindow {
     return row * (ROW_STRIDE * 4);
   }
 
-  // The offset of the first column that a run reads, for the row and the pair of a lane.
+  // Offset of the first column that a run reads, for a lane's row and pair.
   static KERNEL_CODE i32 locate(int row_tile, int run) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     return row_offset(g + 16 * row_tile) + pair_offset(t) + (8 * run + FIRST - 2 * G::PADDING) * 4;
@@ -53,12 +53,12 @@ struct PairWindow {
     }
   }
 
-  // Zeros a pair's last 2p columns, as if a tile went before that no row sees; of 16 rows, those of pair + 4 too.
+  // Zeros a pair's last 2p columns, as if no row saw the tile before. With 16 rows, also those of pair + 4.
   static KERNEL_CODE void clear_last_columns(SharedMemory window, int pair) {
     UNROLL_FOR (int x = G::COLUMNS - 2 * G::PADDING; x < G::COLUMNS; x += 2)
       store_shared<2>(window, locate_columns(pair) + (FIRST + x) * 4, Words<2>{u32(0u), u32(0u)});
   }
-  // Makes a pair's last 2p columns those before its first; of 16 rows, those of pair + 4 too.
+  // Copies a pair's last 2p columns before its first column. With 16 rows, also those of pair + 4.
   static KERNEL_CODE void keep_last_columns(SharedMemory window, int pair) {
     i32 at = locate_columns(pair);
     UNROLL_FOR (int x = 0; x < 2 * G::PADDING; x += 2) {
@@ -68,25 +68,26 @@ struct PairWindow {
   }
 
  private:
-  // A lane takes a row.
+  // Each lane copies a row.
   static KERNEL_CODE i32 locate_columns(int pair) {
     i32 lane = lane_id();
     return row_offset(lane % G::ROWS) + lane / G::ROWS * (pair_offset(4) - pair_offset(0)) + pair_offset(pair);
   }
 };
 
-// By fragments: the four words that a lane takes of a column are one access, into the registers of a product. Who
-// writes them has both pairs.
+// Layout by fragments. One access reads the four words of a column that a lane needs, into the registers of a product.
+// The writing lane has both pairs.
 template <class G>
 struct FragmentWindow {
-  // A fragment's 16 bytes are a unit. Units of rows are neighbors; of columns four apart, and of pairs, they are two
-  // banks of 16 bytes apart, so that accesses by rows and pairs, and by rows and columns, have no bank conflicts.
+  // A fragment is a unit of 16 bytes. Units of adjacent rows are adjacent. Units of columns that are four apart, and of
+  // pairs, are two banks of 16 bytes apart. Accesses by rows and pairs, and by rows and columns, have no bank
+  // conflicts.
   static constexpr int FIRST = 4, QUADS = G::COLUMNS / 4 + 1;
   static constexpr int QUAD_BYTES = 10 * 16, COLUMN_BYTES = QUADS * QUAD_BYTES, PAIR_BYTES = 4 * COLUMN_BYTES + 2 * 16;
   static constexpr int ROW_TILE_BYTES = 4 * PAIR_BYTES, GROUP_BYTES = G::ROW_TILES * ROW_TILE_BYTES;
-  static constexpr int MEMORY_BYTES = G::HEAD_GROUPS * GROUP_BYTES;  // a window of each group of 16 heads
+  static constexpr int MEMORY_BYTES = G::HEAD_GROUPS * GROUP_BYTES;  // one window for each group of 16 heads
 
-  // The offset of a column of the tile, -2p … COLUMNS - 1.
+  // Offset of a column of the tile, -2p … COLUMNS - 1.
   static constexpr KERNEL_CODE int column_offset(int column) {
     return (column + FIRST) / 4 * QUAD_BYTES + (column + FIRST) % 4 * COLUMN_BYTES;
   }
@@ -98,8 +99,8 @@ struct FragmentWindow {
     UNROLL_FOR (int part = 0; part < 4; part++) fragment[part] = v.x[part];
   }
 
-  // Stores the words of pairs `pair` and `pair` + 4 in the columns from `column` on: words[pair][block][x][r] is of a
-  // lane's column 4t + x of a block (`Scores`), and row g + 8r.
+  // Stores the words of pairs `pair` and `pair` + 4 in the columns from `column` on. words[pair][block][x][r] belongs
+  // to the lane's column 4t + x of a block (`Scores`), and to row g + 8r.
   static KERNEL_CODE void store(SharedMemory window, const u32 (&words)[2][2][4][2], int pair, int column) {
     i32 lane = lane_id();
     UNROLL_FOR (int block = 0; block < 2; block++)
@@ -112,13 +113,13 @@ struct FragmentWindow {
       }
   }
 
-  // Zeros the last 2p columns of pairs `pair` and `pair` + 4, as if a tile went before that no row sees.
+  // Zeros the last 2p columns of pairs `pair` and `pair` + 4, as if no row saw the tile before.
   static KERNEL_CODE void clear_last_columns(SharedMemory window, int pair) {
     UNROLL_FOR (int x = -2 * G::PADDING; x < 0; x += 2)
       store_shared<4>(window, locate_columns(pair) + column_offset(G::COLUMNS + x),
                       Words<4>{u32(0u), u32(0u), u32(0u), u32(0u)});
   }
-  // Makes the last 2p columns of pairs `pair` and `pair` + 4 those before the first. A lane takes a row and a column.
+  // Copies the last 2p columns of pairs `pair` and `pair` + 4 before the first. Each lane copies a row and a column.
   static KERNEL_CODE void keep_last_columns(SharedMemory window, int pair) {
     i32 at = locate_columns(pair);
     UNROLL_FOR (int x = -2 * G::PADDING; x < 0; x += 2) {

@@ -1,38 +1,39 @@
-/* The backward pass (README.md): logits are computed again, a tile at a time, and the tile adds to every gradient. */
+/* Backward pass (README.md): each tile recomputes its logits and adds to all gradients. */
 #include "problem.h"
 #include "threads.h"
 
 typedef struct {
-    float *scores, *weights;                    /* [block_rows, row_stride]: S that become dS, and dP that become P */
+    float *scores, *weights;                    /* [block_rows, row_stride]: S, later dS; and dP, later P */
     float *hidden, *dhidden, *dlogits;          /* [padded_width, LINE] twice, [H, LINE] */
     float *transposed;                          /* [LINE, padded_width], columns of `hidden` or of `dhidden` */
     float *sums;                                /* [H, k, padded_width] */
-    float *dbias_contributions, *dedge, *dbias; /* of this thread, as the next two */
+    float *dbias_contributions, *dedge, *dbias; /* sums of this thread, like the next two */
     float *dw1, *dw2;
-    float *dk, *dv;                             /* of this part of a sequence */
+    float *dk, *dv;                             /* sums of this part of a sequence */
 } Workspace;
 
-/* Adds lines of a tile to lines of a table, over so many columns and zeros after them. */
+/* Add lines of a tile to lines of a table, over whole vectors; columns after `columns` are zero. */
 INLINE void add_lines(float *to, long by_to, const float *from, long lines, long columns) {
     for (long line = 0; line < lines; line++)
         for (long c = 0; c < columns; c += LANES)
             store(to + line * by_to + c, load(to + line * by_to + c) + load(from + line * LINE + c));
 }
 
-/* sums[h, t, w] += Σ_c lines[h, c] · transposed[c + t, w]: over so many columns, a line times what is around each.
+/* Compute sums[h, t, w] += Σ_c lines[h, c] · transposed[c + t, w] over `columns` columns c.
 
-   A tile's sum is begun anew, so that rounding grows with the number of tiles and not with that of columns. */
+   Each tile has a separate sum, so that rounding errors grow with the number of tiles instead of columns. */
 static void add_products(const Problem *x, long columns, const float *lines, Workspace space, float *sums) {
-    long features = x->kernel_size * x->padded_width; /* that lie next to each other */
+    long features = x->kernel_size * x->padded_width; /* contiguous numbers */
     Matrix a = {lines, LINE, 1};
     LineView y = {space.transposed, x->padded_width, (int)columns, 1};
     matmul((int)x->heads, num_vectors(features), a, y, NULL, 0, space.sums, features);
     for (long i = 0; i < x->heads * features; i += LANES) store(sums + i, load(sums + i) + load(space.sums + i));
 }
 
-/* Columns first … stop − 1 of one row: what they add to the gradients of tables and weights.
+/* Add columns first … stop − 1 of one row to the gradients of tables and weights.
 
-   `scores` (first − 4p on) become dS and `weights`, which hold dP (first − 2p on), become P, both from `first` on. */
+   `scores` (from first − 4p on) become dS, and `weights`, which contain dP (from first − 2p on), become P. Both results
+   begin at `first`. */
 static void backward_row(
     const Problem *x, long b, long row, long first, long stop, float *scores, float *weights, Workspace space
 ) {
@@ -75,7 +76,7 @@ static void backward_row(
     matmul((int)heads, own, a, y, space.dlogits + 2 * p, LINE, scores, LINE);
     clear_outside(scores, heads, first, first_seen(x, b, row), min_long(position + 1, stop), LINE);
 
-    /* Whole vectors are added to the tables, to the bias contributions from `left` on: zeros after the last column. */
+    /* Tables are updated by whole vectors, bias contributions from `left` on, so columns after the last are 0. */
     clear_outside(space.dlogits + 2 * p, heads, first, first, stop, own * LANES);
     clear_outside(space.dhidden + p, width, first, first, stop, (own + 1) * LANES);
     long start = reversed_origin(x) - position + first;
@@ -112,7 +113,7 @@ static void backward_block(const Problem *x, long b, long row, Workspace space) 
                 continue;
             }
             clear_outside(space.scores + at, heads, first - 4 * p, edge, position + 1, LINE);
-            /* Hidden values are alive up to p columns right of a row's last. */
+            /* Hidden values exist up to p columns right of a row's last column. */
             long own = min_long(stop, position + p + 1);
             backward_row(x, b, row + r, first, own, space.scores + at, space.weights + at, space);
             clear_outside(space.weights + at, heads, first, first, own, columns);
@@ -160,13 +161,13 @@ static void run_backward_worker(const void *problem, long thread, long num_threa
         .dw1 = x->dw1 + thread * heads * features,
         .dw2 = x->dw2 + thread * heads * features,
     };
-    /* Who computes what is fixed, so that sums are of the same terms in the same order each time. */
+    /* The assignment of work to threads is fixed, so that each sum has the same terms in the same order every time. */
     for (long part = thread; part < x->batch * x->splits; part += num_threads) {
         long b = part / x->splits, split = part % x->splits;
         long keys = (split * x->batch) * heads * x->columns * x->padded_dim;
         space.dk = x->dk + keys, space.dv = x->dv + keys;
         for (long block = 0; block < blocks; block++) {
-            long turn = block % (2 * x->splits); /* there and back, since later rows have more columns */
+            long turn = block % (2 * x->splits); /* alternating directions, because later rows have more columns */
             if ((turn < x->splits ? turn : 2 * x->splits - 1 - turn) == split)
                 backward_block(x, b, block * x->block_rows, space);
         }

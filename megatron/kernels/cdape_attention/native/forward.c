@@ -1,16 +1,16 @@
-/* The forward pass: rows of all heads, a tile of columns at a time, their softmax as it comes (README.md). */
+/* Forward pass: rows of all heads in tiles of columns, with an online softmax (README.md). */
 #include "problem.h"
 #include "threads.h"
 
 typedef struct {
-    float *logits;            /* [block_rows, row_stride], first scores */
+    float *logits;            /* [block_rows, row_stride], initially scores */
     float *hidden;            /* [D, LINE] */
     float *out;               /* [block_rows, H, padded_dim] */
     float *row_max, *row_sum; /* [block_rows, H] */
 } Workspace;
 
-/* Puts the softmax's weights in place of a row's logits in one tile: exponentials below the largest logit so far, to be
-   divided by their sum at the end. What earlier tiles left in `row_sum` and `out` is scaled to a new largest one. */
+/* Replace a row's logits in one tile by unnormalized weights: exponentials relative to the largest logit so far, which
+   are divided by their sum at the end. A new largest logit rescales `row_sum` and `out` of earlier tiles. */
 static void softmax_tile(float *logits, int count, float *row_max, float *row_sum, float *out, long dim) {
     Vector top = load(logits);
     for (int n = 1; n < count; n++) {
@@ -19,7 +19,7 @@ static void softmax_tile(float *logits, int count, float *row_max, float *row_su
     }
     float high = *row_max;
     for (int lane = 0; lane < LANES; lane++) high = top[lane] > high ? top[lane] : high;
-    if (high == -INFINITY) { /* nothing seen so far: all weights are zero, unless a logit is NaN */
+    if (high == -INFINITY) { /* no visible column so far: all weights are zero, unless a logit is NaN */
         Vector sum = {0};
         for (int n = 0; n < count; n++) {
             Vector x = load(logits + n * LANES), weight = select_lanes(x != x, x, broadcast(0.f));
@@ -51,7 +51,7 @@ static void forward_block(const Problem *x, long b, long row, Workspace space) {
     for (long i = 0; i < rows * heads; i++) space.row_max[i] = -INFINITY, space.row_sum[i] = 0;
     memset(space.out, 0, (size_t)(rows * heads * x->padded_dim) * sizeof(float));
     for (long first = first_tile(x, left, kept_columns); first <= last; first += kept_columns) {
-        long stop = min_long(first + kept_columns, last + 1); /* of the logits' columns */
+        long stop = min_long(first + kept_columns, last + 1); /* end of the logits' columns */
         int count = num_vectors(stop - first);
         compute_scores(x, b, row, rows, first - 2 * p, num_vectors(stop - first + 4 * p), x->q, x->kt, space.logits);
         for (long r = 0; r < rows; r++) {
@@ -109,6 +109,6 @@ static void run_forward_worker(const void *problem, long thread, long num_thread
 
 void cdape_forward(const Problem *x) { run_in_threads(x->num_threads, run_forward_worker, x); }
 
-/* What the caller has to know of how this was compiled. */
+/* Constants of this build that the caller needs. */
 long cdape_lanes(void) { return LANES; }
 long cdape_margin(long kernel_size) { return min_margin(kernel_size); }

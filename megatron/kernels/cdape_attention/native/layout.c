@@ -1,5 +1,5 @@
-/* Where the fields of Problem lie, for the caller to compare with its own description of the struct: two fields in
-   another order would be other memory, and no error. */
+/* Offsets of the fields of Problem. The caller compares them with its own description of the struct, because fields in
+   another order would silently access the wrong memory. */
 #include <stddef.h>
 #include <string.h>
 
@@ -22,7 +22,7 @@ static const struct {
 
 long cdape_problem_size(void) { return (long)sizeof(Problem); }
 
-/* Bytes from the struct's begin to a field, or -1 if it has none of this name. */
+/* Return the offset of a field in bytes, or -1 if there is no field of this name. */
 long cdape_field_offset(const char *name) {
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (strcmp(fields[i].name, name) == 0) return (long)fields[i].offset;

@@ -1,4 +1,4 @@
-/* Units of work over threads that live as long as one call: nothing is left that a fork could lose. */
+/* Threads for units of work, created for each call: a process that is forked between calls loses no thread. */
 #ifndef FARFIELD_THREADS_H
 #define FARFIELD_THREADS_H
 
@@ -18,7 +18,7 @@ static void *start_task(void *argument) {
     return NULL;
 }
 
-/* Calls work(problem, t, threads) for every t, each in a thread of its own where one can be had. */
+/* Call work(problem, t, threads) for every t, each in a separate thread if one can be created. */
 static void run_in_threads(long num_threads, void (*work)(const void *, long, long), const void *problem) {
     pthread_t running[MAX_THREADS];
     ThreadTask tasks[MAX_THREADS];

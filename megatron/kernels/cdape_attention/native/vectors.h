@@ -1,6 +1,6 @@
-/* Products of small matrices in registers, and the exponential, for whatever vectors the processor has.
+/* Products of small matrices in registers, and the exponential, for the processor's vector length.
 
-   GCC's and Clang's vector extensions: the same source is AVX-512, AVX, SSE or NEON. */
+   With GCC's and Clang's vector extensions the same source compiles to AVX-512, AVX, SSE or NEON. */
 #ifndef FARFIELD_VECTORS_H
 #define FARFIELD_VECTORS_H
 
@@ -8,7 +8,7 @@
 
 #if defined(__AVX512F__)
 #define LANES 16 /* floats in a vector */
-#define BLOCK_ROWS 8 /* by BLOCK_VECTORS: the accumulators of a block, which with their factors fill the registers */
+#define BLOCK_ROWS 8 /* rows of BLOCK_VECTORS accumulators: with their factors, they fill the registers */
 #elif defined(__AVX__)
 #define LANES 8
 #define BLOCK_ROWS 4
@@ -20,7 +20,7 @@
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef int Integers __attribute__((vector_size(4 * LANES)));
-typedef float UnalignedVector __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* anywhere in memory */
+typedef float UnalignedVector __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* at any address */
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -29,7 +29,7 @@ INLINE void store(float *to, Vector x) { *(UnalignedVector *)to = x; }
 INLINE Vector broadcast(float x) { return x - (Vector){0}; }
 INLINE int num_vectors(long columns) { return columns <= 0 ? 0 : (int)((columns + LANES - 1) / LANES); }
 
-/* Either, lane by lane, where `which` is all ones or zero. */
+/* Select `one` in lanes in which `which` is all ones, and `other` in lanes in which it is zero. */
 INLINE Vector select_lanes(Integers which, Vector one, Vector other) {
     return (Vector)((which & (Integers)one) | (~which & (Integers)other));
 }
@@ -40,11 +40,11 @@ INLINE float sum_lanes(Vector x) {
     return sum;
 }
 
-/* e^x for x ≤ 0, within 2 units in the last place; 0 below −87.3, where float32 ends, and NaN for NaN.
+/* Return e^x for x ≤ 0, within 2 units in the last place; 0 below −87.3, the limit of float32, and NaN for NaN.
 
    x = n · ln 2 + r, and e^r by the polynomial of Cephes' expf (S. L. Moshier, 1989) on |r| ≤ ln 2 / 2. */
 INLINE Vector exp_nonpositive(Vector x) {
-    const Vector round = broadcast(12582912.f); /* adding 1.5 · 2^23 leaves the nearest integer in the last places */
+    const Vector round = broadcast(12582912.f); /* after adding 1.5 · 2^23, the lowest bits are the nearest integer */
     Integers below = x < broadcast(-87.3f);
     Vector shifted = x * 1.44269504f + round;
     Vector n = shifted - round;
@@ -60,21 +60,21 @@ INLINE Vector exp_nonpositive(Vector x) {
     return select_lanes(below, broadcast(0.f), p * (Vector)exponent);
 }
 
-/* A matrix whose entry (m, j) stands at `at[m · row_stride + j · column_stride]`. */
+/* A matrix whose entry (m, j) is `at[m · row_stride + j · column_stride]`. */
 typedef struct {
     const float *at;
     long row_stride, column_stride;
 } Matrix;
 
-/* Rows of columns that lie next to each other; row (a, b) of `outer` times `inner` begins at `at[a·outer_stride + b]`. So
-   the taps of a convolution are rows that begin one column after each other. */
+/* Rows of contiguous columns; row (a, b) of `outer` times `inner` begins at `at[a·outer_stride + b]`. The taps of a
+   convolution are rows, each of which begins one column after the previous one. */
 typedef struct {
     const float *at;
     long outer_stride;
     int outer, inner;
 } LineView;
 
-/* What becomes of a sum before it is stored. */
+/* Function that is applied to a sum before it is stored. */
 typedef enum { IDENTITY, LEAKY_RELU } Activation;
 #define NEGATIVE_SLOPE 0.01f
 
@@ -118,9 +118,9 @@ INLINE void matmul_block(
     default: matmul_block(num_rows, 3, activation, a, b, start, by_start, out, by_out);                        \
     }
 
-/* out[m] = start[m] + Σ_j a[m, j] · b[j] over so many vectors of columns.
+/* Compute out[m] = start[m] + Σ_j a[m, j] · b[j] over `num_vecs` vectors of columns.
 
-   start may be NULL (zeros), out itself, or begin in the same lines further on: blocks go from left to right. */
+   `start` may be NULL (zeros), `out`, or a later address in the same lines, because blocks run from left to right. */
 INLINE void matmul_with_activation(
     const Activation activation, int rows, int total_vecs, Matrix a, LineView b, const float *start, long by_start,
     float *out, long by_out
@@ -160,14 +160,14 @@ static inline void matmul(
     matmul_with_activation(IDENTITY, rows, num_vecs, a, b, start, by_start, out, by_out);
 }
 
-/* LeakyReLU of the same. */
+/* Compute LeakyReLU of the result of `matmul`. */
 static inline void matmul_leaky_relu(
     int rows, int num_vecs, Matrix a, LineView b, const float *start, long by_start, float *out, long by_out
 ) {
     matmul_with_activation(LEAKY_RELU, rows, num_vecs, a, b, start, by_start, out, by_out);
 }
 
-/* Lanes of two vectors by their numbers, the second's from LANES on. */
+/* Select lanes of two vectors by index; those of the second begin at LANES. */
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -182,8 +182,8 @@ static inline void matmul_leaky_relu(
 #else
 #define FOR_EACH_LANE(f, s) f(0, s), f(1, s), f(2, s), f(3, s)
 #endif
-/* Step s of a transposition (s = 1, 2, 4, …): of rows i and i + s, where i lacks the bit s, the upper one's lanes with
-   that bit change places with the lower one's lanes without it. */
+/* Step s of a transposition (s = 1, 2, 4, …): for rows i and i + s, where bit s of i is 0, exchange the lanes of row i
+   with that bit and the lanes of row i + s without it. */
 #define UPPER(lane, s) ((lane) & (s) ? LANES + (lane) - (s) : (lane))
 #define LOWER(lane, s) ((lane) & (s) ? LANES + (lane) : ((lane) + (s)) % LANES)
 #define EXCHANGE(s)                                                                                            \
@@ -195,7 +195,7 @@ static inline void matmul_leaky_relu(
                 x[(i + s) % LANES] = SHUFFLE(upper, lower, FOR_EACH_LANE(LOWER, s));                           \
             }
 
-/* to[c, m] = from[m, c] for so many vectors of rows and of columns. */
+/* Transpose: to[c, m] = from[m, c]. */
 static inline void transpose(int num_rows, int num_vecs, const float *from, long by_from, float *to, long by_to) {
     for (int n = 0; n < num_vecs; n++)
         for (int m = 0; m < num_rows; m++) {
