@@ -70,7 +70,7 @@ def list_float_options() -> list[tuple[type[ConfigSection], str]]:
 def test_numbers_are_finite() -> None:
     """Every option and key rejects NaN and infinity, whatever its bounds, and says so."""
     floats = list_float_options()
-    assert {"figure_width", "delta", "lr", "temperature", "min_loss_scale"} <= {name for _, name in floats}
+    assert {"figure_width", "max_change", "lr", "temperature", "min_loss_scale"} <= {name for _, name in floats}
     for section, name in floats:
         for value in (math.nan, math.inf, -math.inf):
             problems = ""

@@ -95,9 +95,8 @@ def test_options_and_descriptions_match() -> None:
 
 def test_option_choices_are_listed(page: str) -> None:
     for name in SCALINGS:
-        assert (
-            f"`{name}`" in section_of(page, "rotary").partition("`scaling` = none (text): ")[2].partition("`factor`")[0]
-        )
+        meanings = section_of(page, "rotary").partition("`scaling` = none (string): ")[2]
+        assert f"`{name}`" in meanings.partition("`factor`")[0]
     for choice in ACTIVATIONS:
         assert f"`{choice}`" in section_of(page, "fire")
 

@@ -27,7 +27,7 @@ def zero(stage: int) -> dict[str, Any]:
 def label(name: str) -> str:
     """Return group and part of a weight, from its name in a checkpoint."""
     if name.startswith("position."):
-        return "in [0.01, inf]/position encoding"
+        return "bounded to [0.01, inf]/position encoding"
     group = "decayed" if name.endswith("weight") and "norm" not in name else "not decayed"
     parts = {"processor": "score processor", "norm": "norms", "self_attention": "attention", "mlp": "feed-forward"}
     return f"{group}/{next((part for key, part in parts.items() if key in name), 'embedding')}"

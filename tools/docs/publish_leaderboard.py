@@ -64,7 +64,7 @@ def publish(runs: Path, output: Path, console: Console) -> None:
         raise UserError(
             f"{runs}: no plan of a leaderboard in results.experiment.json; sweeps with sweep.records write it"
         )
-    records = select_complete_benchmarks(plan, read_run_folder(runs))
+    records = select_complete_benchmarks(plan, read_run_folder(runs, experiment.run_digests).records)
     quiet = Console(file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / RESULTS_FILE
