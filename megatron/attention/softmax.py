@@ -11,11 +11,11 @@ stick-breaking-remainder is stick-breaking in which the row's own token, j = i, 
 weights sum to 1.
 
 A sink is an additional logit of a row without a value: its weight attends to nothing. Rows without relevant keys then
-need not attend to the first token. Sources: off-by-one, Miller 2023 (Attention is off
-by one); learnable, one per head, OpenAI's gpt-oss (2025); both with megatron-core's names. Stick-breaking: Tan et al.
-2024 (2410.17980, equations 2 and 3): going back from the row's own token, which does not attend to itself, each key
-takes its share of what later keys have left. The paper's equations drop the remainder. The tests of its authors' code
-add it to the output, times the row's own value.
+need not attend to the first token. Sources: off-by-one, Miller 2023 (Attention is off by one); learnable, one per head,
+OpenAI's gpt-oss (2025); both with megatron-core's names. Stick-breaking: Tan et al. 2024 (2410.17980, equations 2 and
+3): going back from the row's own token, which does not attend to itself, each key takes its share of what later keys
+have left. The paper's equations drop the remainder. The tests of its authors' code add it to the output, times the
+row's own value.
 
 Encodings, windows, documents, soft cap, temperature and score processor do not depend on the softmax type, and neither
 does a cache.

@@ -189,9 +189,8 @@ def count_muon_work(
     numels = [sum(rows * columns for rows, columns in shapes) // tensor for shapes in weights]
     size = 2 * -(-counted * sum(numels) // (2 * num_shards))  # DeepSpeed's shards have an even size
     flops: dict[int, list[float]] = defaultdict(lambda: [0.0] * tensor)
-    indices: dict[int, int] = defaultdict(
-        int
-    )  # index of the rank's next matrix among those that are processed together
+    # Index of the rank's next matrix among those that are processed together.
+    indices: dict[int, int] = defaultdict(int)
     stepped: dict[int, int] = defaultdict(int)
     position, together, cut = 0, 0, 0
     for _ in range(counted):

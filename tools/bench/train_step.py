@@ -283,9 +283,8 @@ def _build_record(problem: StepProblem, name: str, found: dict[str, Candidate]) 
     ratios = {}
     for other in ("rotary", "kerple_log", "plain"):
         if other in found and found[other].refusal is None and found[other].seconds:
-            pairs = zip(
-                candidate.seconds, found[other].seconds, strict=False
-            )  # in an interrupted round, one list is shorter
+            # After an interrupted round, one list is shorter.
+            pairs = zip(candidate.seconds, found[other].seconds, strict=False)
             ratios[f"ratio_to_{other}"] = round(statistics.median(t / o for t, o in pairs), 4)
     whole = {"tflops": round(tflops, 3), "mfu": None if peak is None else round(tflops / peak, 4)}
     return {

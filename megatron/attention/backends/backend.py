@@ -47,12 +47,14 @@ UNSUPPORTED_REASONS = {
 }
 """Features of a method, and the reason reported by a backend that does not support them.
 
-    two rotations               queries and keys are rotated again for far keys (`Encoding.far_distance`) processor
-    without kernel    a score processor without a form that kernels support bias                        a term added to
-    the scores or multiplied into them matrix, kernel matrix       a bias with an entry for each row and column, without
-    or with a form that kernels support contextual                  a bias that depends on the queries gate
-    a term per row and a term per key, computed from the layer's input weight                      a matrix multiplied
-    into the scores sink                        a logit without a value, in addition to those of a row's keys
+    two rotations               queries and keys are rotated again for far keys (`Encoding.far_distance`)
+    processor without kernel    a score processor without a form that kernels support
+    bias                        a term added to the scores or multiplied into them
+    matrix, kernel matrix       a bias with an entry for each row and column; kernels support the latter
+    contextual                  a bias that depends on the queries
+    gate                        a term per row and a term per key, computed from the layer's input
+    weight                      a matrix multiplied into the scores
+    sink                        a logit without a value, in addition to those of a row's keys
 """
 
 

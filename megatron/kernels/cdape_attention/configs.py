@@ -155,7 +155,7 @@ def choose_chunk_rows(
 ) -> int:
     """Return the number of query rows per chunk.
 
-    Chunks are large enough that the host, which launches some forty operations per chunk, is not the bottleneck, and
+    Chunks are large enough that the host, which launches some ten operations per chunk, is not the bottleneck, and
     that the softmax, with one program per head and row block, occupies all multiprocessors. They are smaller if the
     maps would be too large, so that memory stays linear in C.
     """
