@@ -139,7 +139,7 @@ def test_errors_come_before_the_first_step(
         ({"include_path": "nowhere"}, r"^harness.include_path nowhere: not a folder"),
         ({"length": 3}, r"^harness.tasks: write: generates up to 3 tokens.* at length 3; use larger harness.length"),
         ({"metadata": "4096"}, r"^harness.metadata: '4096' is not a mapping"),
-        ({"metadata": "{4096: a}"}, r"^harness.metadata: key 4096 is not text"),
+        ({"metadata": "{4096: a}"}, r"^harness.metadata: key 4096 is not a string"),
         ({"tasks": ["hub"]}, r"^harness.tasks hub: .* not in the Hugging Face cache, and harness.download is false"),
     ):
         keys = harness(folder, **options)
@@ -168,7 +168,7 @@ def test_layouts_and_tasks_that_cannot_be_evaluated_are_rejected_by_name() -> No
 
     assert load("model_parallel_size=2").logging.harness.tasks == ["piqa"]
     assert load("harness.metadata={lengths: [4]}").logging.harness.metadata == {"lengths": [4]}
-    with pytest.raises(UserError, match=r"harness.metadata is 4096; it must be a mapping or text"):
+    with pytest.raises(UserError, match=r"harness.metadata is 4096; it must be a mapping or a string"):
         load("harness.metadata=4096")
     for pair, reason in (
         ("pipe_parallel_size=2", "not supported with pipe_parallel_size 2"),

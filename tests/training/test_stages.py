@@ -334,7 +334,7 @@ def test_insufficient_memory_is_reported_for_the_current_stage(
     usual_step, usual_build = Trainer.train_step, training_run.build_model
 
     def train_step(self: Trainer, stop: Any) -> bool:
-        if self.run.run.config.model.seq_length == 32:
+        if self.run.config.model.seq_length == 32:
             raise MemoryError
         return usual_step(self, stop)
 
