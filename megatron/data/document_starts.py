@@ -72,9 +72,8 @@ def compute_crossing_fraction(lengths: np.ndarray, seq_length: int) -> float | N
     num_rows = int(ends[-1]) // seq_length if len(ends) else 0
     if num_rows == 0:
         return None
-    starts = ends[
-        ends % seq_length != 0
-    ]  # starts of the next documents; a start at the beginning of a row crosses nothing
+    # Starts of the next documents. A start at the beginning of a row crosses nothing.
+    starts = ends[ends % seq_length != 0]
     return int((np.unique(starts // seq_length) < num_rows).sum()) / num_rows
 
 

@@ -433,10 +433,8 @@ def find_training_conflicts(training: TrainingOptions) -> Iterator[tuple[str, st
         yield "loss_spike", f"{spike}; set on_bad_loss to rollback or stop"
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         name = "zero_optimization.offload_optimizer.device"
-        yield (
-            name,
-            f"{name} {zero.offload_optimizer.device}: only sharded states can be offloaded; use stage 1, 2 or 3",
-        )
+        problem = f"{name} {zero.offload_optimizer.device}: only sharded states can be offloaded; use stage 1, 2 or 3"
+        yield name, problem
     if zero.offload_param.device != "none" and zero.stage != 3:
         name = "zero_optimization.offload_param.device"
         yield (

@@ -2,7 +2,7 @@
 
 An evaluation has no side effects: random states are restored, and neither the optimizer nor the data is touched.
 
-Each validation scores the same tokens: all of a text once, unless eval_iters limits them (`validation_dataset`). They
+Each validation scores the same tokens: all of a text once, unless eval_iters limits them (`ValidationDataset`). They
 do not depend on how they are divided among processes, so the curve changes only because the model does.
 
 The record of the validation text at the training length is named `valid`. Records of named sets and of further lengths
@@ -218,7 +218,7 @@ class HarnessRunner:
 
 
 def _build_sharding(groups: ProcessGroups, model: GPT) -> Any:
-    """Return the division of requests among the data-parallel ranks; none with ZeRO 3, whose ranks call together."""
+    """Return the sharding of requests among the data-parallel ranks; none with ZeRO 3, whose ranks call together."""
     from megatron.evaluation.harness import RequestSharding
 
     if groups.world_size == 1 or model.is_sharded_by_zero3:

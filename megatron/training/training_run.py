@@ -271,7 +271,7 @@ def build_components(
 
     Args:
         plan: plan of the start.
-        session: membership of this process in the run.
+        session: connection of this process to the run.
         console: console of the first process.
         tasks: loaded tasks of lm-evaluation-harness, or None.
         previous_backend: attention backend chosen by an earlier process of this run.

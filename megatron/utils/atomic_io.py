@@ -42,9 +42,8 @@ def make_folder(key: str, folder: Path) -> list[Path]:
             if not path.exists():
                 path.mkdir(exist_ok=True)
                 created.insert(0, path)
-        tempfile.TemporaryFile(
-            dir=folder
-        ).close()  # permissions are not sufficient: /proc has write permission, but is not writable
+        # Permissions are not sufficient: /proc has write permission, but is not writable.
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         remove_empty_folders(created)
         raise _build_write_error(key, folder, error) from error

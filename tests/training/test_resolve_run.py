@@ -136,7 +136,7 @@ def test_an_unexpected_number_of_processes(overrides: list[str], rank_info: Rank
         resolve_run(config(*overrides), LocalHardware(4, 8), rank_info=rank_info)
 
 
-def test_a_configuration_that_no_file_gave_is_checked_too() -> None:
+def test_configurations_built_in_python_are_checked() -> None:
     wrong = config().replace(num_attention_heads=3)
     for use in (check_config, train):
         with pytest.raises(UserError, match="hidden_size 8 is not divisible by num_attention_heads 3"):
