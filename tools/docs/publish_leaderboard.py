@@ -22,11 +22,10 @@ if __name__ == "__main__":
 
 from rich.console import Console  # noqa: E402
 
-from megatron.reports.combine import combine_results  # noqa: E402
+from megatron.reports.combine import combine_results, describe_ignored_runs, read_saved_runs  # noqa: E402
 from megatron.reports.leaderboard_plan import LeaderboardPlan, describe_completeness  # noqa: E402
 from megatron.reports.paper_experiment import Experiment, read_experiment, write_experiment  # noqa: E402
 from megatron.reports.records import RESULTS_FILE, Record, write_records  # noqa: E402
-from megatron.reports.run_records import read_run_folder  # noqa: E402
 from megatron.utils.errors import UserError  # noqa: E402
 
 RUNS, OUTPUT = Path("docs/results/zoo"), Path("docs/results")
@@ -37,7 +36,7 @@ def select_complete_benchmarks(plan: LeaderboardPlan, records: Sequence[Record])
     """Select the records of benchmarks with all their runs, and of their trivial baselines.
 
     Raises:
-        UserError: no benchmark is whole.
+        UserError: no benchmark is complete.
     """
     missing = plan.list_missing_runs(records)
     if len(missing) == len(plan.all_benchmarks):
@@ -56,7 +55,7 @@ def publish(runs: Path, output: Path, console: Console) -> None:
         console: console for the names of the files.
 
     Raises:
-        UserError: the folder has no plan or no whole benchmark, or a file cannot be read or written.
+        UserError: the folder has no plan or no complete benchmark, or a file cannot be read or written.
     """
     experiment = read_experiment(runs / RESULTS_FILE)
     plan = None if experiment is None or experiment.leaderboard is None else experiment.leaderboard.plan
@@ -64,7 +63,10 @@ def publish(runs: Path, output: Path, console: Console) -> None:
         raise UserError(
             f"{runs}: no plan of a leaderboard in results.experiment.json; sweeps with sweep.records write it"
         )
-    records = select_complete_benchmarks(plan, read_run_folder(runs))
+    saved = read_saved_runs(runs)
+    for note in describe_ignored_runs({runs / RESULTS_FILE: saved}):
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+    records = select_complete_benchmarks(plan, saved.records)
     quiet = Console(file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / RESULTS_FILE
