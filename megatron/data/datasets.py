@@ -64,7 +64,7 @@ class Datasets:
     train: "Dataset | None"
     valid: "Dataset | None"
     test: "Dataset | None"
-    """Held-out samples, which cover each token of the text once, or a fixed subset (`validation_dataset`)."""
+    """Held-out samples, which cover each token of the text once, or a fixed subset (`ValidationDataset`)."""
     lengths: tuple[int, ...]
     """Lengths T of training samples, with repetitions proportional to their frequency."""
     crossing_fraction: float | None = None

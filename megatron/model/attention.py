@@ -106,12 +106,12 @@ class AttentionContext:
     """Number of last tokens for which the top layer computes its output, or None for all. Every layer reads all tokens.
     """
     tables: Mapping[int, ScoreTerms] = field(default_factory=dict)
-    """Score tables of encodings by layer index, if computed before the layers (`compute_tables`)."""
+    """Score tables of encodings by layer index, if computed before the layers (`pass_inputs.py`)."""
     processor_terms: Mapping[int, Any] = field(default_factory=dict)
-    """Terms that the backend computed from processors and tables before the layers (`compute_processor_terms`)."""
+    """Terms that the backend computed from processors and tables before the layers (`pass_inputs.py`)."""
     masked_segments: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
     """Segments by layer index, with the document masks that the backend computed before the layers
-    (`compute_layer_masks`).
+    (`pass_inputs.py`).
     """
     restarted: TokenRange | None = None
     """Positions of all tokens when documents are masked (`documents.restart_positions`), or None."""

@@ -1,8 +1,8 @@
 """Process of one rehearsed rank: run `train` on the null device as any rank does, and save the result.
 
 `python -m megatron.rehearsal.rank_process JOB`, with the null device's environment and torchrun's variables. Besides
-the changes of the null device, weights have no values (`unset_weights`) and checkpoint files store no zeros
-(`SparseFile`). Before publishing a checkpoint, the first rank waits until the other rehearsed ranks have written
+the changes of the null device, weights have no values (`skip_weight_initialization`) and checkpoint files store no
+zeros (`SparseFile`). Before publishing a checkpoint, the first rank waits until the other rehearsed ranks have written
 their shards, and then writes the shards of the remaining ranks (`missing_ranks`). Training and saving offer hooks for
 this (`TrainingHooks`, `SaveHooks`), which no command or key sets.
 """

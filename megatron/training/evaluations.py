@@ -2,7 +2,7 @@
 
 An evaluation has no side effects: random states are restored, and neither the optimizer nor the data is touched.
 
-Each validation scores the same tokens: all of a text once, unless eval_iters limits them (`validation_dataset`). They
+Each validation scores the same tokens: all of a text once, unless eval_iters limits them (`ValidationDataset`). They
 do not depend on how they are divided among processes, so the curve changes only because the model does.
 
 The record of the validation text at the training length is named `valid`. Records of named sets and of further lengths
