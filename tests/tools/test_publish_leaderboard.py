@@ -9,11 +9,12 @@ from rich.console import Console
 
 from megatron.reports.leaderboard import Leaderboard
 from megatron.reports.leaderboard_plan import LeaderboardPlan
-from megatron.reports.paper_experiment import Experiment, write_experiment
+from megatron.reports.paper_experiment import Experiment, read_experiment, write_experiment
 from megatron.reports.records import Record, record_from_row
-from megatron.reports.run_records import get_run_file, write_run_file
+from megatron.reports.run_records import get_run_file, list_run_files, read_run_folder, write_run_file
+from megatron.sweeps.spec import read_sweep
 from megatron.utils.errors import UserError
-from tools.docs.publish_leaderboard import publish
+from tools.docs.publish_leaderboard import ROOT, publish
 
 PLAN = LeaderboardPlan(("rotary", "alibi"), (1, 2), ("copy",))
 
@@ -64,18 +65,35 @@ def test_runs_of_older_definitions_count_as_missing(tmp_path: Path) -> None:
     write_runs(tmp_path / "runs", 0)
     write_run_file(get_run_file(tmp_path / "runs", None, "alibi", 2), "older", [])
     notes = io.StringIO()
-    with pytest.raises(UserError, match=r"nothing to publish.*text \(3 of 4 runs\)"):
+    with pytest.raises(UserError, match=r"text \(3 of 4 runs\)"):
         publish(tmp_path / "runs", tmp_path, Console(file=notes))
     assert notes.getvalue().startswith("note: ")
     assert "alibi/seed_2.json.gz" in notes.getvalue()
 
 
-def test_nothing_is_published_without_a_complete_benchmark(tmp_path: Path) -> None:
-    write_runs(tmp_path / "runs", 0)
+@pytest.mark.parametrize(("copies", "found"), [(0, "copy \\(none of 4 runs\\)"), (4, "Ranked benchmarks: copy")])
+def test_nothing_is_published_without_the_text(tmp_path: Path, copies: int, found: str) -> None:
+    """Other pages quote perplexities of the published record."""
+    write_runs(tmp_path / "runs", copies)
     get_run_file(tmp_path / "runs", None, "alibi", 2).unlink()
-    with pytest.raises(UserError, match=r"nothing to publish.*text \(3 of 4 runs\), copy \(none of 4 runs\)"):
+    with pytest.raises(UserError, match=rf"without all runs of the text.*{found}"):
         publish(tmp_path / "runs", tmp_path, Console(quiet=True))
     assert not (tmp_path / "zoo.json").exists()
     (tmp_path / "runs" / "results.experiment.json").unlink()
     with pytest.raises(UserError, match="no plan of a leaderboard"):
         publish(tmp_path / "runs", tmp_path, Console(quiet=True))
+
+
+@pytest.mark.slow
+def test_saved_runs_are_those_of_the_current_sweep() -> None:
+    """The file beside docs/results/zoo lists every run of configs/zoo.yml, and saved runs have its digests."""
+    sweep = read_sweep(["quickstart", "zoo"])
+    folder = ROOT / str(sweep.options.records)
+    experiment = read_experiment(folder / "results.json")
+    assert experiment is not None
+    assert experiment.run_digests is not None
+    members = sweep.members
+    files = {get_run_file(Path(), each.benchmark, each.variant, each.seed).as_posix() for each in members}
+    assert set(experiment.run_digests) == files
+    saved = read_run_folder(folder, experiment.run_digests)
+    assert saved.num_runs == len(list_run_files(folder)) > 20
