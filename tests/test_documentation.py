@@ -24,6 +24,17 @@ NOT_OURS = {
     "utils.py": "GPT-NeoX's",
     "version.py": "torch's",
 }
+FOREIGN_NAMES = {
+    "_foreach": "prefix of torch's functions of lists",
+    "DeepSpeedEngine": "DeepSpeed's",
+    "attend_current": "stickbreaking-attention's",
+    "create_fadd": "Triton's",
+    "get_attn_mask": "GPT-NeoX's",
+    "is_layer_window_attention": "megatron-core's",
+    "muon_split_qkv": "megatron-core's",
+    "softmax_backward_cuda_out": "torch's",
+    "weights_by_num_docs": "GPT-NeoX's",
+}
 
 # docs/log.md and records refer to the files of their day; only their commands must be current.
 PAGES = [
@@ -47,6 +58,21 @@ def find_missing_modules(text: str) -> list[str]:
     """Return the Python files that a text names by full or partial path and that do not exist."""
     names = {name for name in MODULE.findall(text) if not PLACEHOLDER.search(name)} - NOT_OURS.keys()
     return sorted(name for name in names if not any(f"/{path}".endswith(f"/{name}") for path in FILES))
+
+
+TEXT = re.compile(r'"""(.*?)"""|#([^\n]*)', re.DOTALL)
+NAME = re.compile(r"`(_?[a-z]+\w*_\w+|_[a-z]\w*|[A-Z][a-z0-9]+[A-Z]\w*)`")
+
+
+def split_code_and_text(source: str) -> tuple[str, str]:
+    """Return the code of a Python file, and its docstrings and comments."""
+    return TEXT.sub("", source), "\n".join(docstring + comment for docstring, comment in TEXT.findall(source))
+
+
+def find_missing_names(text: str, code: set[str]) -> list[str]:
+    """Return the names in backticks that look like functions, classes or attributes and occur nowhere in the code."""
+    names = {name for name in NAME.findall(text) if not re.search("_[A-Z0-9]", name)}
+    return sorted(names - code - FOREIGN_NAMES.keys())
 
 
 def find_missing_imports(text: str) -> list[str]:
@@ -93,11 +119,24 @@ def test_files_named_in_code_exist() -> None:
     assert {path: names for path, names in missing.items() if names} == {}
 
 
+def test_names_in_docstrings_and_comments_exist() -> None:
+    sources = {path: split_code_and_text(path.read_text(encoding="utf-8")) for path in SOURCES}
+    others = [path for suffix in ("c", "cu", "h", "js", "html", "yml") for path in ROOT.glob(f"[cm]*/**/*.{suffix}")]
+    texts = [code for code, _ in sources.values()] + [path.read_text(encoding="utf-8") for path in others]
+    stems = {path.stem for path in (*others, *(ROOT / "docs" / "results").glob("*.json"))}
+    code = {word for text in texts for word in re.findall(r"\w+", text)} | stems | {Path(name).stem for name in FILES}
+    missing = {str(path.relative_to(ROOT)): find_missing_names(text, code) for path, (_, text) in sources.items()}
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
 def test_missing_names_are_detected() -> None:
     text = "see `megatron/nothing.py`, nothing.py, and megatron/position/encodings/NAME.py; encodings/rotary.py"
     assert find_missing_paths(text) == ["megatron/nothing.py"]
     assert find_missing_paths("tools/nothing/README.md, tools/OP/README.md") == ["tools/nothing/README.md"]
     assert find_missing_modules(text) == ["megatron/nothing.py", "nothing.py"]
+    source = '"""Load what `write_files` and `OldWriter` wrote to `step_N`."""\nwrite_files()  # as `save_all`\n'
+    code, described = split_code_and_text(source)
+    assert find_missing_names(described, set(re.findall(r"\w+", code))) == ["OldWriter", "save_all"]
     block = "```python\nfrom megatron.reports.records import Record, read\nfrom megatron.nothing import Record\n```\n"
     assert find_missing_imports(block) == ["megatron.reports.records.read", "megatron.nothing.Record"]
 

@@ -85,7 +85,7 @@ def combine_results(
         report_markdown.check_pictures("--output", output, sections)
     figures = {} if figure is None else _render_figures(figure, sections, figure_width, figure_font)
     for message in (
-        *_describe_ignored_runs(saved_runs),
+        *describe_ignored_runs(saved_runs),
         *find_contradictions({path: section for path, section in records_by_path.items() if path not in experiments}),
     ):
         console.print(f"note: {message}", markup=False, highlight=False, soft_wrap=True)
@@ -210,7 +210,7 @@ def _read_results(result_paths: Sequence[Path]) -> tuple[dict[Path, list[Record]
     for path in result_paths:
         file = path / RESULTS_FILE if path.is_dir() else path
         if path.is_dir() and not file.exists():
-            saved_runs[file] = saved = _read_saved_runs(path)
+            saved_runs[file] = saved = read_saved_runs(path)
             found[file] = saved.records
         else:
             found[file] = read_run_file(file) or [] if is_run_file(file) else []
@@ -227,7 +227,7 @@ def _read_results(result_paths: Sequence[Path]) -> tuple[dict[Path, list[Record]
     return records_by_path, saved_runs
 
 
-def _read_saved_runs(folder: Path) -> SavedRuns:
+def read_saved_runs(folder: Path) -> SavedRuns:
     """Read the records of a folder with a file for each run.
 
     Raises:
@@ -266,7 +266,7 @@ def _has_records(path: Path) -> bool:
 _IGNORED_REASON = "other saved runs are of removed variants or older definitions"
 
 
-def _describe_ignored_runs(saved_runs: Mapping[Path, SavedRuns]) -> Iterator[str]:
+def describe_ignored_runs(saved_runs: Mapping[Path, SavedRuns]) -> Iterator[str]:
     """Yield a note for each folder with saved records that do not belong to its sweep any more."""
     for path, saved in saved_runs.items():
         if files := saved.ignored_files:

@@ -85,7 +85,7 @@ class Leaderboard:
         baseline: method that costs are relative to.
         ablations: pairs of methods to compare.
         num_shown: number of best methods in figures.
-        plan: runs of the whole leaderboard; if None, the records are taken to be whole.
+        plan: runs of the complete leaderboard; if None, no run counts as missing.
     """
 
     baseline: str

@@ -1,5 +1,6 @@
-"""Publishing the leaderboard: whole benchmarks only, from the files of runs."""
+"""Publishing the leaderboard: complete benchmarks only, from the files of runs."""
 
+import io
 import json
 from pathlib import Path
 
@@ -20,8 +21,11 @@ PLAN = LeaderboardPlan(("rotary", "alibi"), (1, 2), ("copy",))
 def write_runs(folder: Path, copies: int) -> None:
     """Write the runs of both methods on the text, and some of the copies."""
     folder.mkdir()
-    write_experiment(folder / "results.json", Experiment("A board", leaderboard=Leaderboard("rotary", plan=PLAN)))
     runs = [(method, seed) for method in PLAN.methods for seed in PLAN.seeds]
+    files = [get_run_file(folder, benchmark, *run) for benchmark in (None, *PLAN.benchmarks) for run in runs]
+    digests = {file.relative_to(folder).as_posix(): "digest" for file in files}
+    board = Leaderboard("rotary", plan=PLAN)
+    write_experiment(folder / "results.json", Experiment("A board", leaderboard=board, run_digests=digests))
     shared = {"train_length": 64, "tokens": 64, "parameters": 1000, "step": 5}
     for number, (method, seed) in enumerate(runs):
         run = f"runs/zoo/{method}/seed_{seed}"
@@ -43,7 +47,7 @@ def write_runs(folder: Path, copies: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("copies", "metrics"), [(3, {"perplexity"}), (4, {"perplexity", "mean_accuracy"})])
-def test_only_whole_benchmarks_are_published(tmp_path: Path, copies: int, metrics: set[str]) -> None:
+def test_only_complete_benchmarks_are_published(tmp_path: Path, copies: int, metrics: set[str]) -> None:
     write_runs(tmp_path / "runs", copies)
     publish(tmp_path / "runs", tmp_path, Console(quiet=True))
     rows = json.loads((tmp_path / "zoo.json").read_text(encoding="utf-8"))
@@ -56,10 +60,22 @@ def test_only_whole_benchmarks_are_published(tmp_path: Path, copies: int, metric
     assert (tmp_path / "zoo.png").is_file()
 
 
-def test_nothing_is_published_without_a_whole_benchmark(tmp_path: Path) -> None:
+def test_runs_of_older_definitions_count_as_missing(tmp_path: Path) -> None:
     write_runs(tmp_path / "runs", 0)
+    write_run_file(get_run_file(tmp_path / "runs", None, "alibi", 2), "older", [])
+    notes = io.StringIO()
+    with pytest.raises(UserError, match=r"text \(3 of 4 runs\)"):
+        publish(tmp_path / "runs", tmp_path, Console(file=notes))
+    assert notes.getvalue().startswith("note: ")
+    assert "alibi/seed_2.json.gz" in notes.getvalue()
+
+
+@pytest.mark.parametrize(("copies", "found"), [(0, "copy \\(none of 4 runs\\)"), (4, "Ranked benchmarks: copy")])
+def test_nothing_is_published_without_the_text(tmp_path: Path, copies: int, found: str) -> None:
+    """Other pages quote perplexities of the published record."""
+    write_runs(tmp_path / "runs", copies)
     get_run_file(tmp_path / "runs", None, "alibi", 2).unlink()
-    with pytest.raises(UserError, match=r"nothing to publish.*text \(3 of 4 runs\), copy \(none of 4 runs\)"):
+    with pytest.raises(UserError, match=rf"without all runs of the text.*{found}"):
         publish(tmp_path / "runs", tmp_path, Console(quiet=True))
     assert not (tmp_path / "zoo.json").exists()
     (tmp_path / "runs" / "results.experiment.json").unlink()

@@ -64,7 +64,7 @@ one seed.
 *Set since* names the keys that the experiment's file sets now and that the record was trained without, except for keys
 without effect on its methods. A record proves this itself: its run is named by a hash of the keys that decide a
 training (`tools/docs/record_configuration.py`). Keys that do not define the method (`weight_decay`, `decay_positions`)
-leave a verdict, for the settings of the record. *unknown*: the record has no such hash.
+leave a verdict, for the settings of the record. *unknown*: the record has no such hash, or no keys explain it.
 """
 
 

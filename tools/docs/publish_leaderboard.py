@@ -2,7 +2,8 @@
 
     python tools/docs/publish_leaderboard.py        or    make publish-zoo
 
-Only benchmarks with all their runs are published. The page names the others, and the methods and seeds that they lack.
+Only benchmarks with all their runs are published, among them the text. The page names the others, and the methods and
+seeds that they lack.
 Pages that quote the record (card.md, claims.md) are written again.
 """
 
@@ -22,11 +23,10 @@ if __name__ == "__main__":
 
 from rich.console import Console  # noqa: E402
 
-from megatron.reports.combine import combine_results  # noqa: E402
-from megatron.reports.leaderboard_plan import LeaderboardPlan, describe_completeness  # noqa: E402
+from megatron.reports.combine import combine_results, describe_ignored_runs, read_saved_runs  # noqa: E402
+from megatron.reports.leaderboard_plan import TEXT_BENCHMARK, LeaderboardPlan, describe_completeness  # noqa: E402
 from megatron.reports.paper_experiment import Experiment, read_experiment, write_experiment  # noqa: E402
 from megatron.reports.records import RESULTS_FILE, Record, write_records  # noqa: E402
-from megatron.reports.run_records import read_run_folder  # noqa: E402
 from megatron.utils.errors import UserError  # noqa: E402
 
 RUNS, OUTPUT = Path("docs/results/zoo"), Path("docs/results")
@@ -37,11 +37,13 @@ def select_complete_benchmarks(plan: LeaderboardPlan, records: Sequence[Record])
     """Select the records of benchmarks with all their runs, and of their trivial baselines.
 
     Raises:
-        UserError: no benchmark is whole.
+        UserError: the text is incomplete, which other pages quote.
     """
     missing = plan.list_missing_runs(records)
-    if len(missing) == len(plan.all_benchmarks):
-        raise UserError(f"{RUNS}: nothing to publish. {describe_completeness(plan, missing)}")
+    if TEXT_BENCHMARK in missing:
+        raise UserError(
+            f"{RUNS}: cannot be published without all runs of the text. {describe_completeness(plan, missing)}"
+        )
     kept = [record for record in records if record.run is not None and plan.get_benchmark(record) not in missing]
     datasets = {record.dataset for record in kept}
     return [*kept, *(record for record in records if record.run is None and record.dataset in datasets)]
@@ -56,7 +58,7 @@ def publish(runs: Path, output: Path, console: Console) -> None:
         console: console for the names of the files.
 
     Raises:
-        UserError: the folder has no plan or no whole benchmark, or a file cannot be read or written.
+        UserError: the folder has no plan or lacks runs of the text, or a file cannot be read or written.
     """
     experiment = read_experiment(runs / RESULTS_FILE)
     plan = None if experiment is None or experiment.leaderboard is None else experiment.leaderboard.plan
@@ -64,7 +66,10 @@ def publish(runs: Path, output: Path, console: Console) -> None:
         raise UserError(
             f"{runs}: no plan of a leaderboard in results.experiment.json; sweeps with sweep.records write it"
         )
-    records = select_complete_benchmarks(plan, read_run_folder(runs, experiment.run_digests).records)
+    saved = read_saved_runs(runs)
+    for note in describe_ignored_runs({runs / RESULTS_FILE: saved}):
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+    records = select_complete_benchmarks(plan, saved.records)
     quiet = Console(file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / RESULTS_FILE
