@@ -50,7 +50,7 @@ from megatron.kernels.cdape_attention.mixer_chunks import (
 )
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, unpack_weights
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
-from megatron.kernels.cuda.launch import launch_kernel
+from megatron.kernels.cuda.compile import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties, get_uncompiled_apply, launch_context
 
 MAX_KERNEL_SIZE = 3

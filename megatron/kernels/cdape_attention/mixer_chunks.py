@@ -18,7 +18,7 @@ from megatron.kernels.cdape_attention.head_products import AttentionOutput
 from megatron.kernels.cdape_attention.partial_sums import add_sums
 from megatron.kernels.cdape_attention.term_sums import TermSums, pair_edges
 from megatron.kernels.cdape_attention.weights import WeightShape
-from megatron.kernels.cuda.launch import launch_kernel
+from megatron.kernels.cuda.compile import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties
 
 FORWARD_KERNELS = (mixer_forward.KERNELS,)
