@@ -16,8 +16,7 @@ from megatron.kernels.biased_attention.backward_dkdv import _bwd_dkdv_kernel
 from megatron.kernels.biased_attention.backward_dq import _bwd_dq_kernel
 from megatron.kernels.biased_attention.forward import AllHeadRows, AttentionSizes, _fwd_kernel
 from megatron.kernels.biased_attention.tables import Tables, arrange_tables, find_shared_node, get_partial_sums
-from megatron.kernels.launcher import launch
-from megatron.kernels.runtime import cdiv, get_arch, get_uncompiled_apply, launch_context
+from megatron.kernels.runtime import cdiv, get_arch, get_uncompiled_apply, launch, launch_context
 
 
 def biased_attention(

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.kernels.launcher import launch
-from megatron.kernels.runtime import Tile, cdiv
+from megatron.kernels.runtime import Tile, cdiv, launch
 
 TILE = Tile(32, 64, 4, 1)
 """Partial results and entries that a program loads at a time."""

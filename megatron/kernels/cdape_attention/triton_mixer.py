@@ -19,8 +19,7 @@ from megatron.kernels.cdape_attention.partial_sums import add_sums
 from megatron.kernels.cdape_attention.scores import _scores_kernel, count_padded_channels
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_sums_kernel
 from megatron.kernels.cdape_attention.term_sums import TermSums, pair_edges
-from megatron.kernels.launcher import launch
-from megatron.kernels.runtime import Tile, cdiv
+from megatron.kernels.runtime import Tile, cdiv, launch
 
 
 @dataclass(frozen=True)
