@@ -15,8 +15,7 @@ from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.gate_terms import GateOperands
 from megatron.kernels.cdape_attention.geometry import KernelFamily, KernelForm, MixerKernel, choose_kernel, pad_sizes
 from megatron.kernels.cdape_attention.head_products import AttentionOutput
-from megatron.kernels.cdape_attention.partial_sums import add_sums
-from megatron.kernels.cdape_attention.term_sums import TermSums, pair_edges
+from megatron.kernels.cdape_attention.term_sums import TermSums, add_sums, pair_edges
 from megatron.kernels.cdape_attention.weights import WeightShape
 from megatron.kernels.cuda.compile import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties
