@@ -6,15 +6,18 @@ from dataclasses import dataclass, replace
 
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable
-from megatron.reports.leaderboard_plan import (
+from megatron.reports.leaderboard_benchmarks import (
     LeaderboardPlan,
     build_missing_runs_table,
+    build_ranked_benchmarks,
     count_tied_methods,
     describe_completeness,
+    estimate_ranks,
+    find_reevaluated_methods,
+    rank_methods,
 )
 from megatron.reports.method_costs import has_cpu_times, measure_costs
 from megatron.reports.metrics import format_percent
-from megatron.reports.ranked_benchmarks import build_ranked_benchmarks, estimate_ranks, rank_methods
 from megatron.reports.significance import (
     SIGNIFICANCE_LEVEL,
     MethodComparison,
@@ -39,25 +42,6 @@ def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None
         if table.metric.name == "perplexity" and table.axis.name == "length" and len(table.x_values) > 1
     ]
     return max(candidates, key=lambda table: len(table.methods), default=None)
-
-
-def find_reevaluated_methods(tables: Sequence[ComparisonTable]) -> dict[str, str]:
-    """Find methods all of whose runs belong to an earlier method: further evaluations of the same trained models.
-
-    Returns:
-        Method → earlier method whose trained models it evaluates.
-    """
-    runs: dict[str, set[str]] = {}
-    for table in tables:
-        for record in table.records:
-            if record.run is not None:
-                runs.setdefault(record.method, set()).add(record.run)
-    reevaluated: dict[str, str] = {}
-    for index, (method, own) in enumerate(runs.items()):
-        trained = next((other for other in list(runs)[:index] if other not in reevaluated and own <= runs[other]), None)
-        if trained is not None:
-            reevaluated[method] = trained
-    return reevaluated
 
 
 _HOLM_NOTE = (

@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from rich.console import Console  # noqa: E402
 
 from megatron.reports.combine import combine_results  # noqa: E402
-from megatron.reports.leaderboard_plan import LeaderboardPlan, describe_completeness  # noqa: E402
+from megatron.reports.leaderboard_benchmarks import LeaderboardPlan, describe_completeness  # noqa: E402
 from megatron.reports.paper_experiment import Experiment, read_experiment, write_experiment  # noqa: E402
 from megatron.reports.records import RESULTS_FILE, Record, write_records  # noqa: E402
 from megatron.reports.run_records import read_run_folder  # noqa: E402
