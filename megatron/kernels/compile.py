@@ -34,8 +34,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from megatron.kernels.launcher import list_compiled_kernels
-from megatron.kernels.runtime import is_interpreted
+from megatron.kernels.runtime import is_interpreted, list_compiled_kernels
 from megatron.kernels.uniform_registers import find_uninitialized_reads
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}

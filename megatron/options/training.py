@@ -20,13 +20,11 @@ MICRO_BATCH_KEY, ACCUMULATION_KEY, GLOBAL_BATCH_KEY = (
 )
 BATCH_SIZES = (MICRO_BATCH_KEY, ACCUMULATION_KEY, GLOBAL_BATCH_KEY)
 """Keys of the three batch sizes. Any two determine the third, given the number of processes."""
-
 MAX_BATCH_SIZE = 10**6
 """Upper bound of sequences per optimizer step, above every published batch, so that a typo is reported at once."""
 
 MAX_SEED = 2**32 - 1
 """Largest seed that numpy accepts."""
-
 
 OptimizerAlgorithm = Literal["AdamW", "Muon", "Lion"]
 

@@ -1,20 +1,23 @@
 """Leaderboard: a table of ranked methods, the effect of added components, and the costs of methods."""
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable
-from megatron.reports.leaderboard_plan import (
+from megatron.reports.leaderboard_benchmarks import (
     LeaderboardPlan,
     build_missing_runs_table,
+    build_ranked_benchmarks,
     count_tied_methods,
     describe_completeness,
+    estimate_ranks,
+    find_reevaluated_methods,
+    rank_methods,
 )
-from megatron.reports.method_costs import has_cpu_times, measure_costs
 from megatron.reports.metrics import format_percent
-from megatron.reports.ranked_benchmarks import build_ranked_benchmarks, estimate_ranks, rank_methods
 from megatron.reports.significance import (
     SIGNIFICANCE_LEVEL,
     MethodComparison,
@@ -29,6 +32,8 @@ from megatron.reports.uncertainty import find_detectable_difference
 
 TEST_POWER = 0.8
 """Probability with which a stated detectable change is found."""
+MIN_SECONDS = 1e-9
+"""Shortest time that counts as measured, in seconds. Shorter times are not compared."""
 
 
 def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None:
@@ -39,25 +44,6 @@ def find_text_table(tables: Sequence[ComparisonTable]) -> ComparisonTable | None
         if table.metric.name == "perplexity" and table.axis.name == "length" and len(table.x_values) > 1
     ]
     return max(candidates, key=lambda table: len(table.methods), default=None)
-
-
-def find_reevaluated_methods(tables: Sequence[ComparisonTable]) -> dict[str, str]:
-    """Find methods all of whose runs belong to an earlier method: further evaluations of the same trained models.
-
-    Returns:
-        Method → earlier method whose trained models it evaluates.
-    """
-    runs: dict[str, set[str]] = {}
-    for table in tables:
-        for record in table.records:
-            if record.run is not None:
-                runs.setdefault(record.method, set()).add(record.run)
-    reevaluated: dict[str, str] = {}
-    for index, (method, own) in enumerate(runs.items()):
-        trained = next((other for other in list(runs)[:index] if other not in reevaluated and own <= runs[other]), None)
-        if trained is not None:
-            reevaluated[method] = trained
-    return reevaluated
 
 
 _HOLM_NOTE = (
@@ -402,3 +388,62 @@ def _describe_ablation(comparison: MethodComparison) -> str:
         bounds = [format_percent(bound - 1, min_decimals=1) for bound in comparison.text_interval]
         text += f" [{', '.join(bounds)}]"
     return f"{text}, one seed: {comparison.verdict}"
+
+
+@dataclass(frozen=True)
+class MethodCost:
+    """Costs of a method relative to the baseline; memory in GiB. None if unknown."""
+
+    parameters: int | None
+    step: float | None
+    scoring: float | None
+    """Duration of scoring at the largest length, relative to the baseline."""
+    train_memory: float | None
+    scoring_memory: float | None
+
+    @property
+    def has_times(self) -> bool:
+        return self.step is not None and self.scoring is not None
+
+
+def measure_costs(table: ComparisonTable, baseline: str) -> dict[str, MethodCost]:
+    """Compute the costs of the methods in a table of perplexities.
+
+    Models on CPUs are compared by CPU time, which other processes hardly affect; models on a GPU by wall time.
+    """
+    last, prefix = table.x_values[-1], "cpu_" if has_cpu_times(table) else ""
+
+    def get_median(method: str, field: str, *, at_last: bool = False) -> float | None:
+        values = [
+            value
+            for record in table.records
+            if record.method == method and (not at_last or record.x_value == last)
+            and (value := getattr(record, field)) is not None
+        ]  # fmt: skip
+        return statistics.median(values) if values else None
+
+    def compare(method: str, field: str, *, at_last: bool = False) -> float | None:
+        value = get_median(method, field, at_last=at_last)
+        base = get_median(baseline, field, at_last=at_last)
+        return None if value is None or base is None or base < MIN_SECONDS else value / base
+
+    costs = {}
+    for method in table.methods:
+        parameters = get_median(method, "parameters")
+        costs[method] = MethodCost(
+            None if parameters is None else round(parameters),
+            compare(method, f"step_{prefix}seconds"),
+            compare(method, f"{prefix}seconds", at_last=True),
+            get_median(method, "train_memory_gib"),
+            get_median(method, "memory_gib", at_last=True),
+        )
+    return costs
+
+
+def has_cpu_times(table: ComparisonTable) -> bool:
+    """Return True if all records of models are from CPUs and include CPU times."""
+    records = [record for record in table.records if not record.is_trivial_baseline]
+    return all(
+        record.device == "cpu" and record.step_cpu_seconds is not None and record.cpu_seconds is not None
+        for record in records
+    )

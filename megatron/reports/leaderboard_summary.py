@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from megatron.reports.axes import choose_scales, format_multiple
 from megatron.reports.charts import Chart, ChartPoint, ChartPosition, ChartSeries, ChartTick
 from megatron.reports.leaderboard import TEST_POWER, LeaderboardReport
-from megatron.reports.leaderboard_plan import TEXT_BENCHMARK
+from megatron.reports.leaderboard_benchmarks import TEXT_BENCHMARK, RankedBenchmark
 from megatron.reports.method_rows import quote_method
 from megatron.reports.metrics import format_number, format_percent, get_metric
-from megatron.reports.ranked_benchmarks import RankedBenchmark
 from megatron.reports.significance import MethodComparison
 
 MAX_EXTRAPOLATION_RATIO = 1.05

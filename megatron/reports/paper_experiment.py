@@ -24,7 +24,7 @@ import numpy as np
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
 from megatron.reports.leaderboard import Ablation, Leaderboard
-from megatron.reports.leaderboard_plan import LeaderboardPlan
+from megatron.reports.leaderboard_benchmarks import LeaderboardPlan
 from megatron.reports.metrics import MAX_PERPLEXITY
 from megatron.reports.records import MAX_COUNT, Record, RunFailure
 from megatron.reports.table_formats import TextTable

@@ -31,7 +31,7 @@ from megatron.options.data import DataOptions, list_corpus_names
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
-from megatron.reports.leaderboard_plan import LeaderboardPlan
+from megatron.reports.leaderboard_benchmarks import LeaderboardPlan
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import print_comparison_tables, print_leaderboard
 from megatron.reports.run_records import get_run_file, read_run_file, sort_baselines_last, write_run_file

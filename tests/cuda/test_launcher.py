@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.kernels.launcher import launch
-from megatron.kernels.runtime import Tile
+from megatron.kernels.runtime import Tile, launch
 
 
 class Rows(NamedTuple):

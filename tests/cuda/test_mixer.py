@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from megatron.kernels.cdape_attention import logit_gradient, mixer_forward
+from megatron.kernels.cdape_attention import logit_kernels
 from megatron.kernels.cdape_attention.geometry import BLOCK_BYTES, KernelFamily, KernelForm, choose_kernel
 from megatron.kernels.cdape_attention.mixer import SCORE_GRADIENT_KERNELS, VARIABLE, WEIGHT_GRADIENT_KERNELS
 from megatron.kernels.cuda.compile import compile_kernel
@@ -98,7 +98,12 @@ os._exit(0)  # autograd's threads may be in the way of an orderly end
 """
 
 
-FAMILIES = [mixer_forward.KERNELS, logit_gradient.KERNELS, SCORE_GRADIENT_KERNELS, WEIGHT_GRADIENT_KERNELS]
+FAMILIES = [
+    logit_kernels.LOGIT_KERNELS,
+    logit_kernels.LOGIT_GRADIENT_KERNELS,
+    SCORE_GRADIENT_KERNELS,
+    WEIGHT_GRADIENT_KERNELS,
+]
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -125,7 +130,7 @@ def test_kernels_compile_with_few_spills(family: KernelFamily, form: KernelForm,
 def test_kernels_of_logits_compile_with_few_spills(sizes: tuple[int, int, int], arch: int, tmp_path: Path) -> None:
     kernel_size, heads, width = sizes
     form = KernelForm(kernel_size, 64, torch.bfloat16, heads=heads, width=width)
-    check_kernel(mixer_forward.KERNELS, form, arch, tmp_path)
+    check_kernel(logit_kernels.LOGIT_KERNELS, form, arch, tmp_path)
 
 
 def check_kernel(family: KernelFamily, form: KernelForm, arch: int, tmp_path: Path) -> None:

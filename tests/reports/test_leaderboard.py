@@ -12,10 +12,10 @@ from scipy import stats
 from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
+from megatron.reports.leaderboard_benchmarks import RankedBenchmark
 from megatron.reports.leaderboard_summary import build_answers, find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
-from megatron.reports.ranked_benchmarks import RankedBenchmark
 from megatron.reports.records import Record, RunFailure, record_from_row, write_records
 from megatron.reports.report import ReportSection, render_report
 from megatron.reports.significance import (

@@ -19,8 +19,8 @@ from megatron.kernels.cdape_attention import mixer_operands
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.chunks import ALIGNED, NO_WINDOW_INT32
 from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, Tile
+from megatron.kernels.cdape_attention.logit_kernels import LogitInputs
 from megatron.kernels.cdape_attention.mixer import ColumnSpans, MixerInputs
-from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
 from megatron.kernels.cuda.compile import CudaKernel

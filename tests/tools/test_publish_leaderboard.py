@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron.reports.leaderboard import Leaderboard
-from megatron.reports.leaderboard_plan import LeaderboardPlan
+from megatron.reports.leaderboard_benchmarks import LeaderboardPlan
 from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.records import Record, record_from_row
 from megatron.reports.run_records import get_run_file, write_run_file

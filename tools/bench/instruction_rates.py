@@ -24,8 +24,7 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 
-from megatron.kernels.cuda.compile import CudaKernel  # noqa: E402
-from megatron.kernels.cuda.launch import launch_kernel  # noqa: E402
+from megatron.kernels.cuda.compile import CudaKernel, launch_kernel  # noqa: E402
 from tools.bench.error_gate import format_exception  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
 

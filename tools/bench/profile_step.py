@@ -108,8 +108,7 @@ def measure_machine(device: str) -> dict[str, Any]:
 
 
 def _measure_card(device: str, x: torch.Tensor) -> dict[str, Any]:
-    from megatron.kernels.launcher import launch
-    from megatron.kernels.runtime import Tile
+    from megatron.kernels.runtime import Tile, launch
     from tools.bench.empty_kernel import write_zeros
 
     tile, constants = Tile(1, 1, 1, 1), {"BLOCK": 32}

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from rich.console import Console  # noqa: E402
 
 from megatron.reports.combine import combine_results, describe_ignored_runs, read_saved_runs  # noqa: E402
-from megatron.reports.leaderboard_plan import TEXT_BENCHMARK, LeaderboardPlan, describe_completeness  # noqa: E402
+from megatron.reports.leaderboard_benchmarks import TEXT_BENCHMARK, LeaderboardPlan, describe_completeness  # noqa: E402
 from megatron.reports.paper_experiment import Experiment, read_experiment, write_experiment  # noqa: E402
 from megatron.reports.records import RESULTS_FILE, Record, write_records  # noqa: E402
 from megatron.utils.errors import UserError  # noqa: E402

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.kernels.launcher import launch
-from megatron.kernels.runtime import cdiv, get_backward_number, get_uncompiled_apply, launch_context
+from megatron.kernels.runtime import cdiv, get_backward_number, get_uncompiled_apply, launch, launch_context
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.kernels.cdape_attention import partial_sums
+from megatron.kernels.cdape_attention import term_sums
 from megatron.kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from megatron.kernels.cdape_attention.configs import (
     build_attend_constants,
@@ -21,10 +21,10 @@ from megatron.kernels.cdape_attention.configs import (
     choose_product_tile,
 )
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
-from megatron.kernels.cdape_attention.partial_sums import _partial_sums_kernel
 from megatron.kernels.cdape_attention.products import _differentiate_scores_kernel, _multiply_transposed_kernel
 from megatron.kernels.cdape_attention.scores import _scores_kernel
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
+from megatron.kernels.cdape_attention.term_sums import _partial_sums_kernel
 from megatron.kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, PassKernel, build_signature
 
 DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -173,8 +173,8 @@ def _build_sums_config(*, add: bool) -> KernelConfig:
         name=f"partial_sums{' add' * add}",
         kernel=_partial_sums_kernel,
         signature={"outputs": (output,) * 3},
-        constexprs=partial_sums.build_constants(partial_sums.TILE, add=add),
-        options=partial_sums.TILE.options,
+        constexprs=term_sums.build_constants(term_sums.TILE, add=add),
+        options=term_sums.TILE.options,
     )
 
 

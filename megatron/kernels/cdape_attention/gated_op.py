@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.cdape_attention import mixer, mixer_forward
+from megatron.kernels.cdape_attention import logit_kernels, mixer
 from megatron.kernels.cdape_attention.args import CdapeArgs, check_shapes
 from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem, Chunk, list_chunks
 from megatron.kernels.cdape_attention.configs import choose_chunk_rows
@@ -50,12 +50,12 @@ from megatron.kernels.cdape_attention.mixer_chunks import (
 )
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, unpack_weights
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
-from megatron.kernels.cuda.launch import launch_kernel
+from megatron.kernels.cuda.compile import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties, get_uncompiled_apply, launch_context
 
 MAX_KERNEL_SIZE = 3
 """Largest kernel size with gates. More taps leave no registers for the sums of gates, which cover all widths."""
-FAMILIES = (mixer_forward.KERNELS, *BACKWARD_KERNELS)
+FAMILIES = (logit_kernels.LOGIT_KERNELS, *BACKWARD_KERNELS)
 
 
 def describe_unsupported(
@@ -126,7 +126,7 @@ class GatedCall:
         assert kernel is not None  # guaranteed by `describe_unsupported_device`
         return kernel
 
-    def build_inputs(self, chunk: Chunk, scaled: Tensor, k: Tensor) -> mixer_forward.LogitInputs:
+    def build_inputs(self, chunk: Chunk, scaled: Tensor, k: Tensor) -> logit_kernels.LogitInputs:
         gates = build_gate_operands(
             *(self.terms, self.row_bias, self.key_bias, (chunk.first, chunk.last), (chunk.left, chunk.right)),
             residual_bias=self.residual_bias,
@@ -281,11 +281,11 @@ def _describe_problem(
 
 def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool) -> AttentionOutput:
     attended = allocate_output(scaled, needs_residue=needs_gradients)
-    kernel, offsets = call.choose_kernel(mixer_forward.KERNELS, k), call.find_sink_offsets()
+    kernel, offsets = call.choose_kernel(logit_kernels.LOGIT_KERNELS, k), call.find_sink_offsets()
 
     def attend(chunk: Chunk) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
-        logits = mixer_forward.compute_logits(call.build_inputs(chunk, scaled, k), kernel, launch_kernel)
+        logits = logit_kernels.compute_logits(call.build_inputs(chunk, scaled, k), kernel, launch_kernel)
         average_values(call.problem, chunk, logits, v, attended, offsets)
 
     for chunk in list_chunks(call.problem, call.chunk_rows):

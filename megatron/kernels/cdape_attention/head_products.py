@@ -22,8 +22,7 @@ from megatron.kernels.cdape_attention.configs import (
 )
 from megatron.kernels.cdape_attention.products import _differentiate_scores_kernel, _multiply_transposed_kernel
 from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
-from megatron.kernels.launcher import launch
-from megatron.kernels.runtime import cdiv
+from megatron.kernels.runtime import cdiv, launch
 
 
 class AttentionOutput(NamedTuple):

@@ -9,20 +9,19 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron.kernels.cdape_attention import logit_gradient, mixer, mixer_forward
+from megatron.kernels.cdape_attention import logit_kernels, mixer
 from megatron.kernels.cdape_attention.bias_product import BiasProduct
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.gate_terms import GateOperands
 from megatron.kernels.cdape_attention.geometry import KernelFamily, KernelForm, MixerKernel, choose_kernel, pad_sizes
 from megatron.kernels.cdape_attention.head_products import AttentionOutput
-from megatron.kernels.cdape_attention.partial_sums import add_sums
-from megatron.kernels.cdape_attention.term_sums import TermSums, pair_edges
+from megatron.kernels.cdape_attention.term_sums import TermSums, add_sums, pair_edges
 from megatron.kernels.cdape_attention.weights import WeightShape
-from megatron.kernels.cuda.launch import launch_kernel
+from megatron.kernels.cuda.compile import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties
 
-FORWARD_KERNELS = (mixer_forward.KERNELS,)
-BACKWARD_KERNELS = (logit_gradient.KERNELS, mixer.SCORE_GRADIENT_KERNELS, mixer.WEIGHT_GRADIENT_KERNELS)
+FORWARD_KERNELS = (logit_kernels.LOGIT_KERNELS,)
+BACKWARD_KERNELS = (logit_kernels.LOGIT_GRADIENT_KERNELS, mixer.SCORE_GRADIENT_KERNELS, mixer.WEIGHT_GRADIENT_KERNELS)
 
 
 def choose_kernels(
@@ -63,19 +62,19 @@ def compute_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tenso
     kernels = choose_kernels(problem, chunk, k, FORWARD_KERNELS)
     if kernels is None:
         return None
-    return mixer_forward.compute_logits(build_logit_inputs(problem, chunk, scaled, k), kernels[0], launch_kernel)
+    return logit_kernels.compute_logits(build_logit_inputs(problem, chunk, scaled, k), kernels[0], launch_kernel)
 
 
 def build_logit_inputs(
     problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, gates: GateOperands | None = None
-) -> mixer_forward.LogitInputs:
+) -> logit_kernels.LogitInputs:
     """Build the inputs from which the CUDA kernels compute a chunk's logits.
 
     Args:
         gates: bias of gates, which replaces the problem's tables, or None.
     """
     assert problem.operands is not None
-    return mixer_forward.LogitInputs(
+    return logit_kernels.LogitInputs(
         queries=chunk.slice_rows(scaled),
         keys=chunk.slice_columns(k),
         operands=problem.operands,
@@ -95,28 +94,28 @@ def find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.ColumnSpans | None:
 
 
 def differentiate_softmax_of_chunk(
-    inputs: mixer_forward.LogitInputs,
+    inputs: logit_kernels.LogitInputs,
     chunk: Chunk,
     v: Tensor,
     dout: Tensor,
     attended: AttentionOutput,
     sums: Tensor,
     kernel: MixerKernel,
-) -> logit_gradient.LogitGradients:
+) -> logit_kernels.LogitGradients:
     """Compute P and dL without storing logits, and write the chunk's Σ P ∘ dP to `sums` [B, H, R]."""
     output, stats, residue = attended
     assert residue is not None
-    of_chunk = logit_gradient.SoftmaxChunk(
+    of_chunk = logit_kernels.SoftmaxChunk(
         *(chunk.slice_columns(v), chunk.slice_rows(output), chunk.slice_rows(residue), chunk.slice_rows(dout)),
         chunk.slice_row_sums(stats),
     )
     of_rows = chunk.slice_row_sums(sums)
-    return logit_gradient.differentiate_softmax(inputs, of_chunk, of_rows, kernel, launch_kernel)
+    return logit_kernels.differentiate_softmax(inputs, of_chunk, of_rows, kernel, launch_kernel)
 
 
 def differentiate_mixer_of_chunk(
-    inputs: mixer_forward.LogitInputs,
-    maps: logit_gradient.LogitGradients,
+    inputs: logit_kernels.LogitInputs,
+    maps: logit_kernels.LogitGradients,
     kernels: Sequence[MixerKernel],
     shared: mixer.SharedTables | None = None,
 ) -> mixer.MixerGradients:
@@ -133,8 +132,8 @@ def differentiate_mixer_of_layer(
     problem: CdapeProblem,
     product: BiasProduct,
     chunk: Chunk,
-    inputs: mixer_forward.LogitInputs,
-    maps: logit_gradient.LogitGradients,
+    inputs: logit_kernels.LogitInputs,
+    maps: logit_kernels.LogitGradients,
     sums: TermSums,
     kernels: Sequence[MixerKernel],
     *,

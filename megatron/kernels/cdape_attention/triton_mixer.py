@@ -15,12 +15,10 @@ from megatron.kernels.cdape_attention.chunks import ALIGNED, CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.configs import build_heads_constants, choose_heads_tile, choose_splits
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
 from megatron.kernels.cdape_attention.head_products import get_head_strides, launch_softmax
-from megatron.kernels.cdape_attention.partial_sums import add_sums
 from megatron.kernels.cdape_attention.scores import _scores_kernel, count_padded_channels
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_sums_kernel
-from megatron.kernels.cdape_attention.term_sums import TermSums, pair_edges
-from megatron.kernels.launcher import launch
-from megatron.kernels.runtime import Tile, cdiv
+from megatron.kernels.cdape_attention.term_sums import TermSums, add_sums, pair_edges
+from megatron.kernels.runtime import Tile, cdiv, launch
 
 
 @dataclass(frozen=True)

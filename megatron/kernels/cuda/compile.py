@@ -1,7 +1,8 @@
-"""Compile CUDA C++ kernels with NVRTC, a compiler library included in torch's CUDA wheels.
+"""Compile CUDA C++ kernels with NVRTC, a compiler library included in torch's CUDA wheels, and launch them.
 
 A kernel compiles in a few seconds, for one architecture. It is stored in the user's cache folder under a name derived
-from the sources, the architecture and the compiler's version. Neither a GPU nor the CUDA toolkit is needed.
+from the sources, the architecture and the compiler's version. Compiling needs neither a GPU nor the CUDA toolkit. A
+launch uses the current device and stream, through the driver that torch has loaded.
 """
 
 import ctypes
@@ -11,14 +12,19 @@ import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.kernels.jit_build import CompileError, iter_cache_folders, open_cache_folder
+from megatron.kernels.runtime import get_current_device
 
 LANGUAGE = Path(__file__).parent
 FLAGS = ("--std=c++17",)
+MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
+"""Values of the function attributes of these names in cuda.h."""
+
+_Parameters = ctypes.c_void_p * 1
 
 
 class CudaKernel(NamedTuple):
@@ -128,3 +134,55 @@ def _read(nvrtc: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
     content = ctypes.create_string_buffer(size.value)
     getattr(nvrtc, f"nvrtcGet{what}")(program, content)
     return content.raw
+
+
+class _Function(NamedTuple):
+    handle: ctypes.c_void_p
+    launch: Any
+    """Driver's `cuLaunchKernel`."""
+
+
+def launch_kernel(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
+    """Launch a kernel.
+
+    Args:
+        kernel: kernel; it is compiled at its first launch unless the cache folder has it.
+        grid: number of blocks, and of sequences.
+        arguments: the kernel's only parameter. The arrays that it points to must live until the kernel has run.
+
+    Raises:
+        CompileError: if it cannot be compiled.
+        RuntimeError: if the driver returns an error.
+    """
+    device = get_current_device()
+    function = _load(kernel, device)
+    parameters = _Parameters(ctypes.addressof(arguments))
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    block = kernel.num_threads, 1, 1, kernel.shared_bytes
+    result = function.launch(function.handle, grid[1], grid[0], 1, *block, stream, parameters, None)
+    if result != 0:
+        _check(result, kernel)
+
+
+@cache
+def _load(kernel: CudaKernel, device: int) -> _Function:
+    major, minor = torch.cuda.get_device_capability(device)
+    code, name = compile_kernel(kernel, major * 10 + minor)
+    driver = ctypes.CDLL("libcuda.so.1")
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    torch.cuda.current_stream(device)  # creates the device's context and makes it current
+    _check(driver.cuModuleLoadData(ctypes.byref(module), code), kernel)
+    _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), kernel)
+    _check(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes), kernel)
+    # Percent of the cache: as many blocks share a multiprocessor as its memory holds.
+    _check(driver.cuFuncSetAttribute(function, PREFERRED_SHARED_MEMORY_CARVEOUT, 100), kernel)
+    driver.cuLaunchKernel.argtypes = (
+        *(ctypes.c_void_p, *(ctypes.c_uint,) * 7),
+        *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),
+    )
+    return _Function(function, driver.cuLaunchKernel)
+
+
+def _check(result: int, kernel: CudaKernel) -> None:
+    if result != 0:
+        raise RuntimeError(f"{kernel.name}: the CUDA driver returned error {result}")

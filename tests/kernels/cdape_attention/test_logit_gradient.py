@@ -32,15 +32,15 @@ from mixer_emulation import (
 )
 from torch import Tensor
 
-from megatron.kernels.cdape_attention import mixer_forward
+from megatron.kernels.cdape_attention import logit_kernels
 from megatron.kernels.cdape_attention.geometry import FOLDER
-from megatron.kernels.cdape_attention.logit_gradient import (
-    KERNELS,
+from megatron.kernels.cdape_attention.logit_kernels import (
+    LOGIT_GRADIENT_KERNELS,
     LogitGradients,
+    LogitInputs,
     SoftmaxChunk,
     differentiate_softmax,
 )
-from megatron.kernels.cdape_attention.mixer_forward import LogitInputs
 
 MAP_CASES = [
     *(case for case in CASES if case.columns != 32 or case.rows == 32),
@@ -77,7 +77,7 @@ def run(
     bases = [x._base if x._base is not None else x for x in (*attended, sums)]
     inputs = unpack_operands(inputs)
     with launcher.watch([*find_inputs(inputs), *bases]):
-        found = differentiate_softmax(inputs, attended, sums, case.build(KERNELS, inputs), launcher)
+        found = differentiate_softmax(inputs, attended, sums, case.build(LOGIT_GRADIENT_KERNELS, inputs), launcher)
     return found, sums, launcher.emulator.get_faults()
 
 
@@ -165,8 +165,8 @@ def test_logits_are_those_of_the_forward_pass() -> None:
     found, _, _ = run(inputs, attended, launcher)
     inputs = unpack_operands(inputs)
     with launcher.watch(find_inputs(inputs)):
-        narrow = Case(32, 16, 64, torch.bfloat16).build(mixer_forward.KERNELS, inputs)
-        logits = mixer_forward.compute_logits(inputs, narrow, launcher)
+        narrow = Case(32, 16, 64, torch.bfloat16).build(logit_kernels.LOGIT_KERNELS, inputs)
+        logits = logit_kernels.compute_logits(inputs, narrow, launcher)
     norms = attended.stats[0] + attended.stats[1].log2()
     expected = torch.exp2(logits * (1 / math.log(2)) - norms[..., None]).bfloat16()
     is_same = (found.probabilities == expected)[find_seen(shape).expand_as(expected)]

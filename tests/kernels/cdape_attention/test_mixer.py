@@ -35,12 +35,12 @@ from mixer_emulation import (
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron.kernels.cdape_attention import logit_gradient, mixer, mixer_chunks, mixer_forward
+from megatron.kernels.cdape_attention import logit_kernels, mixer, mixer_chunks
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.chunks import list_chunks
 from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, KernelForm, choose_kernel
 from megatron.kernels.cdape_attention.layer_terms import build_problems
-from megatron.kernels.cdape_attention.logit_gradient import LogitGradients
+from megatron.kernels.cdape_attention.logit_kernels import LogitGradients
 from megatron.kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
 from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
 from megatron.kernels.cdape_attention.scores import count_padded_channels
@@ -304,7 +304,7 @@ def test_supported_shapes_are_reported_as_supported() -> None:
 
 
 def test_logits_are_supported_for_more_shapes() -> None:
-    limits = mixer_forward.KERNELS.limits
+    limits = logit_kernels.LOGIT_KERNELS.limits
     for heads, width, kernel_size, is_supported in (
         *((16, 32, 5, True), (16, 33, 5, False), (17, 32, 5, False), (16, 32, 7, False)),
         *((16, 64, 3, True), (9, 33, 1, True), (8, 33, 3, False), (16, 65, 3, False)),
@@ -318,15 +318,15 @@ def test_logits_are_supported_for_more_shapes() -> None:
     ("family", "arch", "tiles"),
     [
         # Of heads of 64, 80, 96 and 128: rows, columns, held tensors, and blocks on a multiprocessor.
-        (mixer_forward.KERNELS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
-        (mixer_forward.KERNELS, 90, [(32, 16, 1, 2), (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1)]),
-        (logit_gradient.KERNELS, 80, [(16, 64, 2, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
-        (logit_gradient.KERNELS, 90, [(32, 32, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1)]),
+        (logit_kernels.LOGIT_KERNELS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (logit_kernels.LOGIT_KERNELS, 90, [(32, 16, 1, 2), (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1)]),
+        (logit_kernels.LOGIT_GRADIENT_KERNELS, 80, [(16, 64, 2, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (logit_kernels.LOGIT_GRADIENT_KERNELS, 90, [(32, 32, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1)]),
         (mixer.SCORE_GRADIENT_KERNELS, 80, [(16, 32, 1, 1)] * 4),
         (mixer.SCORE_GRADIENT_KERNELS, 90, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
         (mixer.WEIGHT_GRADIENT_KERNELS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
         (mixer.WEIGHT_GRADIENT_KERNELS, 90, [(32, 32, 1, 1)] * 4),
-        (mixer_forward.KERNELS, 89, [None] * 4),
+        (logit_kernels.LOGIT_KERNELS, 89, [None] * 4),
     ],
     ids=str,
 )
@@ -354,7 +354,7 @@ def test_the_geometry_of_more_heads_widths_and_taps_fits_the_gpu(
 ) -> None:
     kernel_size, heads, width = sizes
     form = KernelForm(kernel_size, dim, torch.bfloat16, heads=heads, width=width)
-    kernel = choose_kernel(mixer_forward.KERNELS, form, arch)
+    kernel = choose_kernel(logit_kernels.LOGIT_KERNELS, form, arch)
     assert (kernel and (*kernel.tile, kernel.resident_blocks)) == tile
 
 

@@ -32,7 +32,7 @@ from mixer_emulation import (
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.geometry import FOLDER
-from megatron.kernels.cdape_attention.mixer_forward import KERNELS, LogitInputs, compute_logits
+from megatron.kernels.cdape_attention.logit_kernels import LOGIT_KERNELS, LogitInputs, compute_logits
 
 WIDE_CASES = [
     Case(16, 32, 80, torch.float16, heads=32),
@@ -52,7 +52,7 @@ def run(inputs: LogitInputs, case: Case, launcher: Launcher) -> tuple[Tensor, Fa
     """
     inputs = unpack_operands(inputs)
     with launcher.watch(find_inputs(inputs)):
-        logits = compute_logits(inputs, case.build(KERNELS, inputs), launcher)
+        logits = compute_logits(inputs, case.build(LOGIT_KERNELS, inputs), launcher)
     return logits, launcher.emulator.get_faults()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
-from megatron.reports.leaderboard_plan import LeaderboardPlan, count_tied_methods
+from megatron.reports.leaderboard_benchmarks import LeaderboardPlan, count_tied_methods
 from megatron.reports.leaderboard_summary import build_answers
 from megatron.reports.paper_experiment import Experiment, read_experiment, write_experiment
 from megatron.reports.records import Record, record_from_row

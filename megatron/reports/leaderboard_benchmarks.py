@@ -1,4 +1,7 @@
-"""Benchmarks by which a leaderboard ranks methods.
+"""Benchmarks by which a leaderboard ranks methods: their ranks, the planned runs, and the runs that are missing.
+
+The benchmarks are the sweep's own training on a text, and the tasks of `sweep.benchmarks`. A method whose runs are
+missing cannot be compared, so only complete benchmarks are ranked.
 
 A table of perplexity over lengths is a benchmark at its largest length. A task is a benchmark by its mean accuracy
 beyond training, or by its effective length if it has no such mean (a passkey). In a benchmark, tied methods share the
@@ -10,20 +13,25 @@ without a rank, sorted by the first benchmark.
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 import numpy as np
 
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds
 from megatron.reports.metrics import Metric
+from megatron.reports.records import Record
 from megatron.reports.significance import get_seed_variances
+from megatron.reports.table_formats import TextTable
 from megatron.reports.uncertainty import SeedVariance
 
 NUM_RANK_DRAWS = 2000
 RANK_SEED = 20_261_128
 """Fixed seed, so that the same records give the same intervals on every machine."""
+TEXT_BENCHMARK = "text"
+"""Name of the benchmark of a sweep's own training."""
 
 
 @dataclass(frozen=True)
@@ -220,3 +228,111 @@ def estimate_ranks(
         has_seeds = any(method in column.mean_variances for column in ranked_benchmarks)
         ranks[method] = MethodRank(value, (min(value, int(low)), max(value, int(high))) if has_seeds else None)
     return ranks
+
+
+@dataclass(frozen=True)
+class LeaderboardPlan:
+    """Runs of a complete leaderboard: every method with every seed in every benchmark."""
+
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...]
+    benchmarks: tuple[str, ...] = ()
+    """Names of the tasks, as in `sweep.benchmarks`."""
+
+    @property
+    def all_benchmarks(self) -> tuple[str, ...]:
+        """Names of all benchmarks: the text, then the tasks."""
+        return (TEXT_BENCHMARK, *self.benchmarks)
+
+    @property
+    def runs_per_benchmark(self) -> int:
+        return len(self.methods) * len(self.seeds)
+
+    def get_benchmark(self, record: Record) -> str | None:
+        """Return the benchmark of a run's record, which its folder names; None for a trivial baseline."""
+        if record.run is None:
+            return None
+        folder = PurePath(record.run).parent
+        return folder.name if folder.name in self.benchmarks else TEXT_BENCHMARK
+
+    def list_missing_runs(self, records: Iterable[Record]) -> dict[str, dict[str, list[int]]]:
+        """List the runs without records.
+
+        Returns:
+            Benchmark → method → missing seeds. Complete benchmarks are omitted.
+        """
+        found = set()
+        for record in records:
+            if (benchmark := self.get_benchmark(record)) is not None:
+                folder = PurePath(str(record.run)).parent
+                found.add((benchmark, folder.name if benchmark == TEXT_BENCHMARK else folder.parent.name, record.seed))
+        missing: dict[str, dict[str, list[int]]] = {}
+        for benchmark in self.all_benchmarks:
+            for method in self.methods:
+                if seeds := [seed for seed in self.seeds if (benchmark, method, seed) not in found]:
+                    missing.setdefault(benchmark, {})[method] = seeds
+        return missing
+
+    def find_table_benchmark(self, table: ComparisonTable) -> str | None:
+        """Return the benchmark of a table, or None if it has records of trivial baselines alone."""
+        return next(filter(None, map(self.get_benchmark, table.records)), None)
+
+
+def describe_completeness(plan: LeaderboardPlan, missing: Mapping[str, Mapping[str, Sequence[int]]]) -> str:
+    """Describe in a sentence which benchmarks are ranked, and which are not because runs are missing."""
+    complete = [benchmark for benchmark in plan.all_benchmarks if benchmark not in missing]
+    counts = {benchmark: plan.runs_per_benchmark - _count_runs(missing[benchmark]) for benchmark in missing}
+    unfinished = ", ".join(
+        f"{benchmark} ({count or 'none'} of {plan.runs_per_benchmark} runs)" for benchmark, count in counts.items()
+    )
+    if not complete:
+        return f"No benchmark is complete, so no method has a rank: {unfinished}."
+    return f"Ranked benchmarks: {', '.join(complete)}. Not ranked, because runs are missing: {unfinished}."
+
+
+def build_missing_runs_table(
+    plan: LeaderboardPlan, missing: Mapping[str, Mapping[str, Sequence[int]]]
+) -> TextTable | None:
+    """Build a table of the methods without all their runs, by benchmark, or return None if nothing is missing."""
+    if not missing:
+        return None
+    rows = []
+    for benchmark, methods in missing.items():
+        absent = [method for method, seeds in methods.items() if len(seeds) == len(plan.seeds)]
+        partial = [
+            f"{method} ({', '.join(map(str, seeds))})" for method, seeds in methods.items() if method not in absent
+        ]
+        absent_text = "all methods" if len(absent) == len(plan.methods) else ", ".join(absent) or "–"
+        runs = f"{_count_runs(methods)} of {plan.runs_per_benchmark}"
+        rows.append((benchmark, (runs, absent_text, ", ".join(partial) or "–")))
+    headers = ("missing runs", "methods without a run", "methods without some seeds")
+    return TextTable("Missing runs", "benchmark", headers, tuple(rows))
+
+
+def count_tied_methods(scores: Mapping[str, float]) -> int:
+    """Count the methods whose score equals that of another method, to the precision of a float32 mean."""
+    values = list(scores.values())
+    return sum(sum(math.isclose(value, other, rel_tol=1e-7) for other in values) > 1 for value in values)
+
+
+def _count_runs(methods: Mapping[str, Sequence[int]]) -> int:
+    return sum(map(len, methods.values()))
+
+
+def find_reevaluated_methods(tables: Sequence[ComparisonTable]) -> dict[str, str]:
+    """Find methods all of whose runs belong to an earlier method: further evaluations of the same trained models.
+
+    Returns:
+        Method → earlier method whose trained models it evaluates.
+    """
+    runs: dict[str, set[str]] = {}
+    for table in tables:
+        for record in table.records:
+            if record.run is not None:
+                runs.setdefault(record.method, set()).add(record.run)
+    reevaluated: dict[str, str] = {}
+    for index, (method, own) in enumerate(runs.items()):
+        trained = next((other for other in list(runs)[:index] if other not in reevaluated and own <= runs[other]), None)
+        if trained is not None:
+            reevaluated[method] = trained
+    return reevaluated
