@@ -379,7 +379,9 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
         CASES[0].build(mixer.SCORE_GRADIENT_KERNELS, calls[0]),
         CASES[0].build(mixer.WEIGHT_GRADIENT_KERNELS, calls[0]),
     )
-    with launcher.watch([x for call in calls for x in (call.queries, call.keys)]):
+    watched = [x for call in calls for x in (call.queries, call.keys)]
+    # Without the operator's context, Triton's interpreter leaves parts of its language replaced.
+    with launcher.watch(watched), launch_context(contributions):
         launcher.emulator.register(contributions)
         sums = add_mixer_sums(
             allocate_term_sums(layers, product, shape.columns, torch.get_default_device()), problems[0]
@@ -397,8 +399,7 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
     assert launcher.emulator.get_faults().errors == NO_ERRORS
     assert sums.mixer is not None
     assert (sums.mixer.shared._tables is None) == (chunk_rows < shape.rows)
-    with launch_context(calls[0].queries):  # Triton's own interpreter leaves parts of its language replaced
-        unpack_mixer_sums(sums, product)
+    unpack_mixer_sums(sums, product)
     for layer, call in enumerate(calls):
         gradient, by_tap = (
             sums.bias_product[layer],
