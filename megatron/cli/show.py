@@ -199,7 +199,7 @@ def what_was_in(
     limit: Annotated[int, typer.Option("--limit", min=0, help="Characters to show of each document.")] = 200,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array instead of text.")] = False,
 ) -> None:
-    """Show the documents that training read at a step: the first question after a loss spike.
+    """Show the documents that training read at a step, for example before a loss spike.
 
     The batch follows from the run's configuration, checkpoints and data. It shows, for every sequence, its rank and
     micro-batch, and for every document in it the dataset, index, position and text. Steps are counted from 1.

@@ -204,6 +204,8 @@ def test_a_corpus_of_other_sources_is_named(texts, tmp_path, monkeypatch):
     )
     with pytest.raises(UserError, match=r"other sources with other settings \(sources `texts`, .*; seed 1234, not 5\)"):
         prepare(["texts/a.txt"], "out", seed=5)
+    with pytest.raises(UserError, match=r"\(split \[0\.9, 0\.05, 0\.05\], not \[0\.7, 0\.2, 0\.1\]\)"):
+        prepare(["texts"], "out", split=[0.7, 0.2, 0.1])
     assert prepare([f"{texts}/"], "out").reused  # same path in another notation
     (texts / "a.txt").write_text("changed")
     with pytest.raises(UserError, match="made from the same sources with other files"):

@@ -202,7 +202,11 @@ def find_existing_corpus(
         return None
     if overwrite:
         return None
-    differences = [f"{key} {value}, not {made_from.get(key)}" for key, value in differing.items() if key != "files"]
+    differences = [
+        f"{key} {_format_setting(value)}, not {_format_setting(made_from.get(key))}"
+        for key, value in differing.items()
+        if key != "files"
+    ]
     sources = recipe.options.sources
     if "files" in differing and _normalize_sources(corpus.sources) != _normalize_sources(sources):
         differences.insert(0, f"sources `{_format_sources(corpus.sources)}`, not `{_format_sources(sources)}`")
@@ -236,6 +240,13 @@ def _normalize_sources(sources: Sequence[str]) -> list[str]:
         source if source in BUILT_IN_SOURCES or source.startswith(HUB_PREFIX) else os.path.abspath(source)
         for source in sources
     ]
+
+
+def _format_setting(value: Any) -> str:
+    """Format a setting for a message, without the rounding errors of normalized fractions."""
+    if isinstance(value, list) and all(isinstance(item, float) for item in value):
+        return f"[{', '.join(f'{item:g}' for item in value)}]"
+    return str(value)
 
 
 def _format_sources(sources: Sequence[str]) -> str:
