@@ -33,7 +33,13 @@ from megatron.utils.errors import (
     to_path_error,
 )
 from megatron.utils.project import replace_program_name
-from megatron.utils.signals import StoppedBySignal, convert_signals_to_exceptions, describe_signal, exit_on_signal
+from megatron.utils.signals import (
+    StoppedBySignal,
+    convert_signals_to_exceptions,
+    describe_signal,
+    exit_on_signal,
+    raise_deferred_signal,
+)
 
 BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 
@@ -70,7 +76,9 @@ def run_command(app: Any, name: str) -> int:
     _print_own_warnings()
     with convert_signals_to_exceptions(replacing=(exit_on_signal,)):
         try:
-            return _run_app(app, name)
+            code = _run_app(app, name)
+            raise_deferred_signal()
+            return code
         except (KeyboardInterrupt, StoppedBySignal) as error:
             sys.unraisablehook = lambda _: None  # objects under construction may fail to finalize
             with suppress(OSError):  # the terminal may be closed

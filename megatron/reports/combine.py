@@ -234,21 +234,21 @@ def read_saved_runs(folder: Path) -> SavedRuns:
         UserError: the folder contains no records, or several results.
     """
     experiment = paper_experiment.read_experiment(folder / RESULTS_FILE)
-    if experiment is None and (others := list_results_below(folder)):
+    if experiment is None and (others := _list_results_below(folder)):
         shown = ", ".join(map(str, others[:MAX_SHOWN])) + (" …" if len(others) > MAX_SHOWN else "")
         raise UserError(f"{folder}: contains {len(others)} results; name those to report, for example {shown}")
     saved = read_run_folder(folder, None if experiment is None else experiment.run_digests)
     if saved.records:
         return saved
     if saved.ignored_files:
-        raise UserError(f"{folder}: no records of the runs that its sweep now defines; {_IGNORED_REASON}")
+        raise UserError(f"{folder}: all saved runs are of variants that its sweep has removed or redefined")
     raise UserError(
         f"{folder}: no {RESULTS_FILE} and no records of runs found; `./deepy.py evaluate RUN… --output FOLDER` and "
         "sweeps write them"
     )
 
 
-def list_results_below(folder: Path) -> list[Path]:
+def _list_results_below(folder: Path) -> list[Path]:
     """List the results in a folder that has none of its own: files of records, and folders that a report can read."""
     companions = (paper_experiment.get_experiment_path(Path(RESULTS_FILE)).name, RESULTS_FILE)
     folders = {path.parent for name in companions for path in folder.rglob(name)}
@@ -263,17 +263,13 @@ def _has_records(path: Path) -> bool:
         return False
 
 
-_IGNORED_REASON = "other saved runs are of removed variants or older definitions"
-
-
 def describe_ignored_runs(saved_runs: Mapping[Path, SavedRuns]) -> Iterator[str]:
     """Yield a note for each folder with saved records that do not belong to its sweep any more."""
     for path, saved in saved_runs.items():
         if files := saved.ignored_files:
             shown = ", ".join(str(file.relative_to(path.parent)) for file in files[:MAX_SHOWN])
             more = " …" if len(files) > MAX_SHOWN else ""
-            count = "1 saved run is" if len(files) == 1 else f"{len(files)} saved runs are"
-            yield f"{path.parent}: {count} ignored as of removed variants or older definitions: {shown}{more}"
+            yield f"{path.parent}: ignoring {len(files)} saved runs of removed or redefined variants: {shown}{more}"
 
 
 def _build_sections(

@@ -299,7 +299,7 @@ def check_start(
 
 
 def describe_checks(config: Config, *, reads_tasks: bool = True) -> str:
-    """Describe what `check_start` does for a run: reading data and tasks, for which it imports lm_eval, takes longest.
+    """Describe the slow parts of `check_start` for a run, for a progress line.
 
     Args:
         config: configuration of the run.
@@ -310,7 +310,8 @@ def describe_checks(config: Config, *, reads_tasks: bool = True) -> str:
         parts.append("the checkpoint to start from")
     if reads_tasks and config.logging.harness.tasks:
         parts.append("harness.tasks, which imports lm_eval")
-    return f"checking the {' and '.join(parts)}"
+    *others, last = parts
+    return f"checking the {', '.join(others)} and {last}" if others else f"checking the {last}"
 
 
 def _guess_world_size(config: Config) -> int:

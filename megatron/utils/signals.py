@@ -90,18 +90,34 @@ def raise_on_signal(signum: int, frame: FrameType | None) -> None:
 
     Waits for an import to finish, because torch and numpy would abort or stay half imported.
     """
+    global _deferred_signal
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             _acknowledge_signal()
+            _deferred_signal = signum
             timer = threading.Timer(0.02, os.kill, (os.getpid(), signum))
             timer.daemon = True
             timer.start()
             return
         frame = frame.f_back
+    _deferred_signal = None
     if signum == signal.SIGHUP:
         signal.signal(signum, signal.SIG_IGN)  # a hang-up may repeat while files are being removed
     _exception_raised.set()
     raise build_signal_exception(signum)
+
+
+_deferred_signal: int | None = None
+"""Signal that waits for an import to finish."""
+
+
+def raise_deferred_signal() -> None:
+    """Raise the exception of a signal that arrived during the last import of a command.
+
+    On a busy machine the command may end before the timer of `raise_on_signal` repeats the signal.
+    """
+    if _deferred_signal is not None:
+        raise_on_signal(_deferred_signal, None)
 
 
 _exception_raised = threading.Event()
@@ -308,6 +324,7 @@ class GracefulStop:
         self._acknowledgement.close()
 
     def _record_signal(self, signum: int, frame: FrameType | None) -> None:
+        global _deferred_signal
         if os.getpid() != self._process:
             # A data-loading process that inherited the handler: signals from the terminal reach it too, but the run
             # still needs it.
@@ -315,6 +332,7 @@ class GracefulStop:
                 signal.signal(signum, signal.SIG_DFL)
                 os.kill(os.getpid(), signum)
             return
+        _deferred_signal = None
         if self.signal is None:
             self.signal = signum
             return

@@ -149,7 +149,7 @@ def test_saved_records_are_shown(tmp_path: Path) -> None:
         (tmp_path / name / "results.json").unlink()
         write_run_file(tmp_path / name / "rotary" / "seed_1.json.gz", "digest", records)
         write_experiment(tmp_path / name / "results.json", Experiment("Saved", run_digests={}, num_runs=2))
-    with pytest.raises(UserError, match=r"a: no records of the runs that its sweep now defines"):
+    with pytest.raises(UserError, match=r"a: all saved runs are of variants that its sweep has removed or redefined"):
         make_page(tmp_path / "a").render()
     kept = Experiment("Saved", run_digests={"rotary/seed_1.json.gz": "digest"}, num_runs=2)
     write_experiment(tmp_path / "a" / "results.json", kept)

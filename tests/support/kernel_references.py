@@ -6,6 +6,8 @@ B batch, H heads, R query rows, C key columns, d head dimension, N distances, W 
 CDAPE's processor, k kernel size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -61,7 +63,12 @@ def fire_bias(
     return torch.where(n < 0, above, bias).to(dtype)
 
 
-def biased_attention(
+def biased_attention(*tensors: Tensor | None, **options: Any) -> Tensor:
+    """Return the result of `op.biased_attention`, with its arguments."""
+    return biased_attention_with_lse(*tensors, **options)[0]
+
+
+def biased_attention_with_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -74,42 +81,8 @@ def biased_attention(
     document_starts: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
-) -> Tensor:
-    """Return softmax(weight(n) · scale · q·k + bias(n) + key_bias) · v; arguments as in `op.biased_attention`."""
-    return _attend(q, k, v, bias, weight, key_bias, offset, window, document_starts, sinks, scale)[0]
-
-
-def logsumexp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    *,
-    offset: int = 0,
-    window: int | None = None,
-    document_starts: Tensor | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Return the logarithm of the softmax's denominator, [B, H, R]."""
-    return _attend(q, k, v, bias, weight, key_bias, offset, window, document_starts, sinks, scale)[1]
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    key_bias: Tensor | None,
-    offset: int,
-    window: int | None,
-    document_starts: Tensor | None,
-    sinks: Tensor | None,
-    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
+    """Return softmax(weight(n) · scale · q·k + bias(n) + key_bias) · v, and the logarithm of each row's denominator."""
     rows = offset + torch.arange(q.shape[2], device=q.device)
     distance = rows[:, None] - torch.arange(k.shape[2], device=q.device)[None, :]
     visible = distance >= 0

@@ -71,9 +71,7 @@ def test_a_report_is_made_from_saved_records_alone(trainer: Trainer) -> None:
     terminal = io.StringIO()
     combine_results([Path("kept")], Console(file=terminal))
     ignored = "mine/seed_3.json.gz, removed/seed_3.json.gz"
-    assert f"note: kept: 2 saved runs are ignored as of removed variants or older definitions: {ignored}\n" in (
-        terminal.getvalue()
-    )
+    assert f"note: kept: ignoring 2 saved runs of removed or redefined variants: {ignored}\n" in (terminal.getvalue())
     (rest,) = build_sections([Path("kept")])
     assert rest.num_pending_runs == 2
     assert {record.method for record in rest.records} == {"rotary"}

@@ -2,9 +2,8 @@
 
     python tools/docs/publish_leaderboard.py        or    make publish-zoo
 
-Only benchmarks with all their runs are published, among them the text. The page names the others, and the methods and
-seeds that they lack.
-Pages that quote the record (card.md, claims.md) are written again.
+Only complete benchmarks are published, and nothing is published before the text is complete. The page lists the methods
+and seeds that the other benchmarks lack. Pages that quote the record (card.md, claims.md) are written again.
 """
 
 import os
@@ -70,15 +69,14 @@ def publish(runs: Path, output: Path, console: Console) -> None:
     for note in describe_ignored_runs({runs / RESULTS_FILE: saved}):
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
     records = select_complete_benchmarks(plan, saved.records)
-    quiet = Console(file=open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / RESULTS_FILE
         write_records(results, records)
         write_experiment(results, Experiment(experiment.title, experiment.against, leaderboard=experiment.leaderboard))
         for suffix in (".md", ".html"):
-            combine_results([results], quiet, output=output / f"{NAME}{suffix}")
+            combine_results([results], Console(quiet=True), output=output / f"{NAME}{suffix}")
             console.print(f"written: {output / NAME}{suffix}", markup=False, highlight=False, soft_wrap=True)
-    # Cells of the needles' maps are left out: they are most of the records, and the runs' files have them.
+    # The JSON omits the cells of the needle maps: they are most of the records, and the runs' files contain them.
     path = write_records(output / f"{NAME}.json", [record for record in records if record.axis == "length"])
     console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
 

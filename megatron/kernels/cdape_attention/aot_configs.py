@@ -173,7 +173,7 @@ def _build_sums_config(*, add: bool) -> KernelConfig:
         name=f"partial_sums{' add' * add}",
         kernel=_partial_sums_kernel,
         signature={"outputs": (output,) * 3},
-        constexprs=term_sums.build_constants(term_sums.TILE, add=add),
+        constexprs=term_sums.build_sums_constants(term_sums.TILE, add=add),
         options=term_sums.TILE.options,
     )
 

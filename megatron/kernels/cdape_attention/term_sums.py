@@ -108,7 +108,7 @@ def pair_edges(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums: TermSums
 
 
 @cache
-def build_constants(tile: Tile, *, add: bool) -> dict[str, Any]:
+def build_sums_constants(tile: Tile, *, add: bool) -> dict[str, Any]:
     """Return the constants of the kernel; `add`: to the sums of other chunks."""
     return {"ADD": add, **tile.blocks}
 
@@ -164,6 +164,6 @@ def add_sums(pairs: Sequence[tuple[Tensor, Tensor]], *, is_first: bool) -> None:
         _partial_sums_kernel,
         (blocks, len(outputs), 1),
         (tuple(outputs),),
-        build_constants(TILE, add=not is_first),
+        build_sums_constants(TILE, add=not is_first),
         TILE.options,
     )

@@ -159,7 +159,7 @@ def _truth(case: Case, dtype: torch.dtype) -> Values:
     """Compute the reference and its gradients by autograd in float64, from inputs rounded to a type."""
 
     def attend(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        return kernel_references.biased_attention(*tensors, **options), kernel_references.logsumexp(*tensors, **options)
+        return kernel_references.biased_attention_with_lse(*tensors, **options)
 
     return _differentiated(attend, case, _doubled(case.inputs(dtype)), _upstream(case, dtype))
 
