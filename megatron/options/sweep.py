@@ -93,7 +93,7 @@ class SweepOptions(ConfigSection):
     )
     records: str | None = config_field(
         None,
-        "folder of small files with the records of finished runs, which are then not trained again; none if absent",
+        "folder of small files with the results of finished and diverged runs, which are not repeated; none if absent",
     )
     part: str | None = config_field(
         None, "PART/PARTS, such as 2/3: train only this part of the runs, if several machines share sweep.records"

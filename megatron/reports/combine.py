@@ -16,7 +16,7 @@ from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.html_page import format_command, is_generated_page
 from megatron.reports.method_rows import get_table_key
 from megatron.reports.paper_experiment import Experiment
-from megatron.reports.records import RESULTS_FILE, Record, RunFailure
+from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.report import ReportSection
 from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.run_records import SavedRuns, is_run_file, read_run_file, read_run_folder
@@ -79,8 +79,7 @@ def combine_results(
         _check_figure(figure)
     records_by_path, saved_runs = _read_results(result_paths)
     experiments = _read_experiments(records_by_path)
-    failures_by_path = {path: records.read_failures(path) for path in records_by_path}
-    sections = _build_sections(records_by_path, experiments, failures_by_path, saved_runs, against, max_change)
+    sections = _build_sections(records_by_path, experiments, saved_runs, against, max_change)
     if output is not None and output.suffix == MARKDOWN_SUFFIX:
         report_markdown.check_pictures("--output", output, sections)
     figures = {} if figure is None else _render_figures(figure, sections, figure_width, figure_font)
@@ -130,9 +129,8 @@ def build_sections(
     records_by_path, saved_runs = _read_results(result_paths)
     if not is_complete and against not in {record.method for found in records_by_path.values() for record in found}:
         against = None
-    failures_by_path = {path: records.read_failures(path) for path in records_by_path}
     experiments = _read_experiments(records_by_path)
-    return _build_sections(records_by_path, experiments, failures_by_path, saved_runs, against, max_change)
+    return _build_sections(records_by_path, experiments, saved_runs, against, max_change)
 
 
 def _read_experiments(paths: Iterable[Path]) -> dict[Path, Experiment]:
@@ -213,7 +211,8 @@ def _read_results(result_paths: Sequence[Path]) -> tuple[dict[Path, list[Record]
             saved_runs[file] = saved = read_saved_runs(path)
             found[file] = saved.records
         else:
-            found[file] = read_run_file(file) or [] if is_run_file(file) else []
+            outcome = read_run_file(file) if is_run_file(file) else None
+            found[file] = [] if outcome is None else outcome.records
     companion_files = {
         companion
         for file in found
@@ -238,7 +237,7 @@ def read_saved_runs(folder: Path) -> SavedRuns:
         shown = ", ".join(map(str, others[:MAX_SHOWN])) + (" …" if len(others) > MAX_SHOWN else "")
         raise UserError(f"{folder}: contains {len(others)} results; name those to report, for example {shown}")
     saved = read_run_folder(folder, None if experiment is None else experiment.run_digests)
-    if saved.records:
+    if saved.records or saved.failures:
         return saved
     if saved.ignored_files:
         raise UserError(f"{folder}: all saved runs are of variants that its sweep has removed or redefined")
@@ -275,12 +274,15 @@ def describe_ignored_runs(saved_runs: Mapping[Path, SavedRuns]) -> Iterator[str]
 def _build_sections(
     records_by_path: Mapping[Path, list[Record]],
     experiments: Mapping[Path, Experiment],
-    failures_by_path: Mapping[Path, Sequence[RunFailure]],
     saved_runs: Mapping[Path, SavedRuns],
     against: str | None,
     max_change: float,
 ) -> list[ReportSection]:
     """Build the sections, starting with one for all results that belong to no experiment."""
+    failures_by_path = {
+        path: saved_runs[path].failures if path in saved_runs else records.read_failures(path)
+        for path in records_by_path
+    }
     sections = []
     other_records = [record for path in records_by_path if path not in experiments for record in records_by_path[path]]
     other_failures = [item for path in records_by_path if path not in experiments for item in failures_by_path[path]]

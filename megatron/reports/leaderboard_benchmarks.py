@@ -1,7 +1,8 @@
 """Benchmarks by which a leaderboard ranks methods: their ranks, the planned runs, and the runs that are missing.
 
 The benchmarks are the sweep's own training on a text, and the tasks of `sweep.benchmarks`. A method whose runs are
-missing cannot be compared, so only complete benchmarks are ranked.
+missing cannot be compared, so only complete benchmarks are ranked. A run that diverged is not missing: it is a result
+without a score.
 
 A table of perplexity over lengths is a benchmark at its largest length. A task is a benchmark by its mean accuracy
 beyond training, or by its effective length if it has no such mean (a passkey). In a benchmark, tied methods share the
@@ -22,7 +23,7 @@ import numpy as np
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds
 from megatron.reports.metrics import Metric
-from megatron.reports.records import Record
+from megatron.reports.records import Record, RunFailure
 from megatron.reports.significance import get_seed_variances
 from megatron.reports.table_formats import TextTable
 from megatron.reports.uncertainty import SeedVariance
@@ -248,24 +249,27 @@ class LeaderboardPlan:
     def runs_per_benchmark(self) -> int:
         return len(self.methods) * len(self.seeds)
 
-    def get_benchmark(self, record: Record) -> str | None:
-        """Return the benchmark of a run's record, which its folder names; None for a trivial baseline."""
+    def get_benchmark(self, record: Record | RunFailure) -> str | None:
+        """Return the benchmark of a run, which its folder names; None for a trivial baseline or an unknown folder."""
         if record.run is None:
             return None
         folder = PurePath(record.run).parent
         return folder.name if folder.name in self.benchmarks else TEXT_BENCHMARK
 
-    def list_missing_runs(self, records: Iterable[Record]) -> dict[str, dict[str, list[int]]]:
-        """List the runs without records.
+    def list_missing_runs(self, results: Iterable[Record | RunFailure]) -> dict[str, dict[str, list[int]]]:
+        """List the runs without a result.
+
+        Args:
+            results: records of finished runs, and failures of runs that diverged.
 
         Returns:
             Benchmark → method → missing seeds. Complete benchmarks are omitted.
         """
         found = set()
-        for record in records:
-            if (benchmark := self.get_benchmark(record)) is not None:
-                folder = PurePath(str(record.run)).parent
-                found.add((benchmark, folder.name if benchmark == TEXT_BENCHMARK else folder.parent.name, record.seed))
+        for result in results:
+            if (benchmark := self.get_benchmark(result)) is not None:
+                folder = PurePath(str(result.run)).parent
+                found.add((benchmark, folder.name if benchmark == TEXT_BENCHMARK else folder.parent.name, result.seed))
         missing: dict[str, dict[str, list[int]]] = {}
         for benchmark in self.all_benchmarks:
             for method in self.methods:

@@ -387,6 +387,8 @@ class RunFailure:
     dataset: str | None = None
     """Dataset to be scored, as in records, or None if unknown. If None, the failure appears in tables of all datasets.
     """
+    run: str | None = None
+    """Folder of the run, as in records, if known."""
 
     def __post_init__(self) -> None:
         for name, expected_type in (("method", str), ("seed", int), ("reason", str)):
@@ -395,12 +397,17 @@ class RunFailure:
         for name in ("step", "train_length"):
             if not isinstance(getattr(self, name), int | None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}")
-        if not isinstance(self.dataset, str | None):
-            raise ValueError(f"dataset is {self.dataset!r}")
+        for name in ("dataset", "run"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(f"{name} is {getattr(self, name)!r}")
 
     def __str__(self) -> str:
         at_step = "" if self.step is None else f" at step {self.step:,}"
         return f"failed{at_step}: {self.reason}"
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the fields that are known, as JSON files contain them."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def get_failures_path(results_path: Path) -> Path:
@@ -418,7 +425,7 @@ def write_failures(results_path: Path, failures: Sequence[RunFailure]) -> Path |
     if not failures:
         path.unlink(missing_ok=True)
         return None
-    rows = [{name: value for name, value in asdict(failure).items() if value is not None} for failure in failures]
+    rows = [failure.to_row() for failure in failures]
     return write_text_atomically(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
 

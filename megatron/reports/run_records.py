@@ -4,22 +4,31 @@
     FOLDER/BENCHMARK/VARIANT/seed_1234.json.gz       a run of a benchmark
     FOLDER/results.experiment.json                   title, leaderboard, and digests of the sweep's runs
 
-A report can be made from such a folder alone, also while runs are missing.
+A run that diverged has a file with its failure instead of records, so it counts as done. A report can be made from such
+a folder alone, also while runs are missing.
 """
 
 import gzip
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.reports.records import Record, record_from_row
+from megatron.reports.records import Record, RunFailure, record_from_row
 from megatron.utils.atomic_io import make_folder, parse_json, write_bytes_atomically
 from megatron.utils.errors import UserError
 
 RUN_FILE = "seed_{seed}.json.gz"
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """Result of a run: records, or the failure of a training that diverged."""
+
+    records: list[Record] = field(default_factory=list)
+    failure: RunFailure | None = None
 
 
 def get_run_file(folder: Path, benchmark: str | None, variant: str, seed: int) -> Path:
@@ -37,15 +46,15 @@ def list_run_files(folder: Path) -> list[Path]:
     return sorted(folder.rglob(RUN_FILE.format(seed="*")), key=lambda path: (len(path.parts), path.parts))
 
 
-def read_run_file(path: Path, digest: str | None = None) -> list[Record] | None:
-    """Read the records of a run.
+def read_run_file(path: Path, digest: str | None = None) -> RunOutcome | None:
+    """Read the result of a run.
 
     Args:
         path: file to read.
         digest: digest that the file must have; any if None.
 
     Returns:
-        The records, or None if the file has another digest.
+        The result, or None if the file has another digest.
 
     Raises:
         UserError: the file is damaged, or contains something else.
@@ -56,36 +65,43 @@ def read_run_file(path: Path, digest: str | None = None) -> list[Record] | None:
             raise ValueError("digest or records are missing")
         if digest is not None and content.get("digest") != digest:
             return None
-        return [record_from_row(row) for row in content["records"]]
+        failure = content.get("failure")
+        return RunOutcome(
+            [record_from_row(row) for row in content["records"]], None if failure is None else RunFailure(**failure)
+        )
     except (OSError, EOFError, ValueError, TypeError, UserError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read as saved records ({error}); restore or remove it") from None
 
 
-def write_run_file(path: Path, digest: str, records: Sequence[Record]) -> None:
-    """Write the records of a run. Equal records give equal files.
+def write_run_file(path: Path, digest: str, outcome: RunOutcome) -> None:
+    """Write the result of a run. Equal results give equal files.
 
     Args:
         path: file to write; its folder is created.
-        digest: digest of the settings that determine the records.
-        records: the run's records.
+        digest: digest of the settings that determine the result.
+        outcome: the run's result.
 
     Raises:
         UserError: the folder cannot be created.
     """
     make_folder("sweep.records", path.parent)
-    content: dict[str, Any] = {"digest": digest, "records": [record.to_row() for record in records]}
+    content: dict[str, Any] = {"digest": digest, "records": [record.to_row() for record in outcome.records]}
+    if outcome.failure is not None:
+        content["failure"] = outcome.failure.to_row()
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     write_bytes_atomically(path, gzip.compress(text.encode(), mtime=0))
 
 
 @dataclass(frozen=True)
 class SavedRuns:
-    """Saved records of a sweep's runs."""
+    """Saved results of a sweep's runs."""
 
     records: list[Record]
     """Records of all runs. Trivial baselines, which every run of a task repeats, are last."""
+    failures: list[RunFailure]
+    """Failures of the runs that diverged."""
     num_runs: int
-    """Number of runs with records."""
+    """Number of runs with a result."""
     ignored_files: list[Path]
     """Files of runs that the sweep no longer has, or that it now defines otherwise."""
 
@@ -101,6 +117,7 @@ def read_run_folder(folder: Path, digests: Mapping[str, str] | None = None) -> S
         UserError: a file is damaged.
     """
     records: list[Record] = []
+    failures: list[RunFailure] = []
     ignored_files = []
     files = list_run_files(folder)
     for path in files:
@@ -108,8 +125,10 @@ def read_run_folder(folder: Path, digests: Mapping[str, str] | None = None) -> S
         found = None if digest is None else read_run_file(path, digest or None)
         if found is None:
             ignored_files.append(path)
-        records += found or ()
-    return SavedRuns(sort_baselines_last(records), len(files) - len(ignored_files), ignored_files)
+            continue
+        records += found.records
+        failures += [] if found.failure is None else [found.failure]
+    return SavedRuns(sort_baselines_last(records), failures, len(files) - len(ignored_files), ignored_files)
 
 
 def sort_baselines_last(records: Sequence[Record]) -> list[Record]:

@@ -108,11 +108,11 @@ def find_member_divergence(member: SweepMember) -> RunFailure | None:
 
 def build_failure(member: SweepMember, reason: str, step: int | None = None) -> RunFailure:
     """Return the report entry of a member without a result."""
-    config = member.trained_config
+    config, run = member.trained_config, str(member.folder)
     if config.data.task is None:
-        return RunFailure(member.variant, member.seed, reason, step, config.model.seq_length)
+        return RunFailure(member.variant, member.seed, reason, step, config.model.seq_length, run=run)
     task = read_task_config(config.data)
-    return RunFailure(member.variant, member.seed, reason, step, task.max_length, task.dataset)
+    return RunFailure(member.variant, member.seed, reason, step, task.max_length, task.dataset, run)
 
 
 def lacks_test_record(member: SweepMember) -> bool:

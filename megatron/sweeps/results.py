@@ -1,9 +1,9 @@
 """Results of a sweep: saved records of its finished runs, tables on the console, and the report in its folder.
 
 `sweep.records` names a folder of saved records, one small file for each finished run, which machines can share. A run
-that has a file for the same training and the same evaluations is neither trained nor evaluated: its records are loaded
-from the file. Machines can thus divide a sweep (`sweep.part`), a repository can contain what they measured, and a run
-is repeated if its file is removed.
+that has a file for the same training and the same evaluations is neither trained nor evaluated: its records, or the
+failure of a training that diverged, are loaded from the file. Machines can thus divide a sweep (`sweep.part`), a
+repository can contain what they measured, and a run is repeated if its file is removed.
 
     docs/results/zoo/niah/cdape+fox/seed_1234.json.gz
 
@@ -34,7 +34,7 @@ from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardRepor
 from megatron.reports.leaderboard_benchmarks import LeaderboardPlan
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import print_comparison_tables, print_leaderboard
-from megatron.reports.run_records import get_run_file, read_run_file, sort_baselines_last, write_run_file
+from megatron.reports.run_records import RunOutcome, get_run_file, read_run_file, sort_baselines_last, write_run_file
 from megatron.sweeps.remaining_work import list_text_files
 from megatron.sweeps.spec import Sweep, SweepMember, find_ablations
 from megatron.utils.atomic_io import make_folder, write_page_atomically
@@ -59,8 +59,10 @@ class SweepResults:
     records: dict[SweepMember, list[Record]]
     failures: dict[SweepMember, RunFailure]
     unsaved: dict[SweepMember, str] = field(default_factory=dict)
-    """Members whose records could not be saved, with the reason."""
+    """Members whose results could not be saved, with the reason."""
     next_write: float = 0.0
+    num_diverged: int = 0
+    """Number of failures that are divergences of a training."""
 
     def list_records(self) -> list[Record]:
         """Return all records, in the order of the sweep's members."""
@@ -209,14 +211,14 @@ def check_records_folder(sweep: Sweep) -> None:
         make_folder("sweep.records", Path(sweep.options.records))
 
 
-def load_saved_records(sweep: Sweep, member: SweepMember, digest: str) -> list[Record] | None:
-    """Load the saved records of a member.
+def load_saved_outcome(sweep: Sweep, member: SweepMember, digest: str) -> RunOutcome | None:
+    """Load the saved result of a member.
 
     Args:
         digest: digest of the member (`compute_member_digest`).
 
     Returns:
-        The records, or None if there are none of this training and these evaluations.
+        The result, or None if there is none of this training and these evaluations.
 
     Raises:
         UserError: the file is damaged or not a file of saved records, or a text of the member cannot be read.
@@ -227,8 +229,8 @@ def load_saved_records(sweep: Sweep, member: SweepMember, digest: str) -> list[R
     return read_run_file(path, digest)
 
 
-def save_records(sweep: Sweep, member: SweepMember, records: Sequence[Record], digest: str) -> None:
-    """Save the records of a finished member, and replace those of an older definition.
+def save_outcome(sweep: Sweep, member: SweepMember, outcome: RunOutcome, digest: str) -> None:
+    """Save the result of a finished member, and replace that of an older definition.
 
     Args:
         digest: digest of the member when it began; its files may have changed since.
@@ -238,7 +240,7 @@ def save_records(sweep: Sweep, member: SweepMember, records: Sequence[Record], d
     """
     path = _get_path(sweep, member)
     assert path is not None
-    write_run_file(path, digest, records)
+    write_run_file(path, digest, outcome)
 
 
 def list_members_of_other_parts(sweep: Sweep) -> set[SweepMember]:

@@ -41,6 +41,7 @@ from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure
 from megatron.reports.results_output import check_no_foreign_results
+from megatron.reports.run_records import RunOutcome
 from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import (
     MemberWork,
@@ -57,10 +58,10 @@ from megatron.sweeps.results import (
     check_records_folder,
     compute_member_digest,
     list_members_of_other_parts,
-    load_saved_records,
+    load_saved_outcome,
     print_results,
     save_experiment,
-    save_records,
+    save_outcome,
     suggest_comparison,
 )
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
@@ -215,10 +216,12 @@ def _run_members(
     if sweep.options.corpus is not None:
         _prepare_corpus(sweep.options.corpus, console, log)
     works = estimate_work(sweep, finished_steps, log)
-    digests, kept = _load_saved_members(sweep, log)
-    elsewhere = list_members_of_other_parts(sweep) - kept.keys()
-    if kept:
-        log(f"{len(kept)} of {len(works)} runs have saved records in {sweep.options.records}")
+    digests, saved = _load_saved_members(sweep, log, retry_failed)
+    kept = {member: outcome.records for member, outcome in saved.items() if outcome.failure is None}
+    diverged |= {member: outcome.failure for member, outcome in saved.items() if outcome.failure is not None}
+    elsewhere = list_members_of_other_parts(sweep) - saved.keys()
+    if saved:
+        log(f"{len(saved)} of {len(works)} runs have saved records in {sweep.options.records}")
     indices = [
         i
         for i, (member, work) in enumerate(works.items())
@@ -261,7 +264,7 @@ def _run_members(
         with ProgressMeter(console, work.items) as meter:
             records = run_member(member, work, meter)
         if member in digests:
-            save_records(sweep, member, records, digests[member])
+            save_outcome(sweep, member, RunOutcome(records), digests[member])
         return records
     save_experiment(sweep, digests)
     pending = {member: work for member, work in works.items() if member not in elsewhere}
@@ -276,22 +279,30 @@ def _run_members(
         if (hint := suggest_comparison(sweep, records, failures)) is not None:
             log(hint)
     if failures:
-        num_diverged = sum(find_member_divergence(member) is not None for member in results.failures)
-        raise RunError(_describe_failures(failures, num_diverged, len(works)))
+        raise RunError(_describe_failures(failures, results.num_diverged, len(works)))
     if results.unsaved:
         reason = next(iter(results.unsaved.values()))
-        raise RunError(f"records of {len(results.unsaved)} runs could not be saved: {reason}; {RESUME_HINT}")
+        raise RunError(f"results of {len(results.unsaved)} runs could not be saved: {reason}; {RESUME_HINT}")
     return records
 
 
-def _load_saved_members(sweep: Sweep, log: Log) -> tuple[dict[SweepMember, str], dict[SweepMember, list[Record]]]:
-    """Return the digests of all members, and the saved records of those that have some; both empty without a folder."""
+def _load_saved_members(
+    sweep: Sweep, log: Log, retry_failed: bool
+) -> tuple[dict[SweepMember, str], dict[SweepMember, RunOutcome]]:
+    """Return the digests of all members, and the saved results of those that have one and are not retried.
+
+    Without a folder of saved records both are empty.
+    """
     if sweep.options.records is None:
         return {}, {}
     with WaitAnnouncer(log, "checking texts and saved records"):
         digests = {member: compute_member_digest(member) for member in sweep.members}
-        loaded = {member: load_saved_records(sweep, member, digest) for member, digest in digests.items()}
-    return digests, {member: records for member, records in loaded.items() if records is not None}
+        loaded = {member: load_saved_outcome(sweep, member, digest) for member, digest in digests.items()}
+    return digests, {
+        member: outcome
+        for member, outcome in loaded.items()
+        if outcome is not None and not (retry_failed and outcome.failure is not None)
+    }
 
 
 def _list_startable(members: Sequence[SweepMember], finished_steps: Mapping[SweepMember, int]) -> list[SweepMember]:
@@ -310,7 +321,16 @@ def _run_all_members(
 ) -> SweepResults:
     """Run all members and rewrite the report periodically. A failed member does not stop the others."""
     diverged = {member: failure for member, failure in diverged.items() if member in works and member not in kept}
-    results = SweepResults(sweep, dict(kept), dict(diverged))
+    results = SweepResults(sweep, dict(kept), dict(diverged), num_diverged=len(diverged))
+
+    def save_result(member: SweepMember, outcome: RunOutcome) -> None:
+        try:
+            if member in digests:
+                save_outcome(sweep, member, outcome, digests[member])
+        except (FarfieldError, OSError) as error:
+            results.unsaved[member] = str(error)
+            meter.log(f"{member.name}: {error}")
+
     pending = {member: work for member, work in works.items() if member not in diverged and member not in kept}
     jobs = [job for work in pending.values() for job in work.items]
     num_workers = _count_workers(sweep, sum(work.has_work for work in pending.values()))
@@ -320,20 +340,19 @@ def _run_all_members(
         meter.log(_describe_plan(pending, len(kept), len(works), num_workers))
         for member, failure in diverged.items():
             meter.log(f"{member.name}: {failure}; {RETRY_DIVERGED_HINT}")
+            save_result(member, RunOutcome(failure=failure))
         for member, outcome in run_members(pending, meter, num_workers):
             if isinstance(outcome, FarfieldError):
-                results.failures[member] = find_member_divergence(member) or build_failure(member, str(outcome))
+                if (divergence := find_member_divergence(member)) is not None:
+                    results.num_diverged += 1
+                    save_result(member, RunOutcome(failure=divergence))
+                results.failures[member] = divergence or build_failure(member, str(outcome))
                 for job in works[member].items:
                     meter.skip(job)
                 meter.log(f"{member.name}: {results.failures[member]}")
             else:
                 results.records[member] = outcome
-                try:
-                    if member in digests:
-                        save_records(sweep, member, outcome, digests[member])
-                except (FarfieldError, OSError) as error:
-                    results.unsaved[member] = str(error)
-                    meter.log(f"{member.name}: {error}")
+                save_result(member, RunOutcome(outcome))
             if works[member].has_work:
                 results.write_if_due()
                 done = len(results.records) + len(results.failures)

@@ -16,7 +16,7 @@ from megatron.launch.live_server import LivePage, build_server, serve_report
 from megatron.options.commands import ReportOptions
 from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.records import Record, read_records, write_records
-from megatron.reports.run_records import write_run_file
+from megatron.reports.run_records import RunOutcome, write_run_file
 from megatron.utils.errors import UserError
 
 from .test_training_curves import make_run, write_line
@@ -147,7 +147,7 @@ def test_saved_records_are_shown(tmp_path: Path) -> None:
         write_results(tmp_path / name)
         records = read_records(tmp_path / name / "results.json")
         (tmp_path / name / "results.json").unlink()
-        write_run_file(tmp_path / name / "rotary" / "seed_1.json.gz", "digest", records)
+        write_run_file(tmp_path / name / "rotary" / "seed_1.json.gz", "digest", RunOutcome(records))
         write_experiment(tmp_path / name / "results.json", Experiment("Saved", run_digests={}, num_runs=2))
     with pytest.raises(UserError, match=r"a: all saved runs are of variants that its sweep has removed or redefined"):
         make_page(tmp_path / "a").render()

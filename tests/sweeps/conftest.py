@@ -62,10 +62,10 @@ def write(text: str, name: str = "sweep.yml") -> str:
     return name
 
 
-def run(*overrides: str) -> tuple[list[Record], str]:
+def run(*overrides: str, retry_failed: bool = False) -> tuple[list[Record], str]:
     """Run sweep.yml; return its records and output."""
     out = io.StringIO()
-    found = sweeps.run_sweep(["sweep.yml"], overrides, Console(file=out, width=200))
+    found = sweeps.run_sweep(["sweep.yml"], overrides, Console(file=out, width=200), retry_failed=retry_failed)
     return found, out.getvalue()
 
 

@@ -112,6 +112,27 @@ def test_another_text_is_noticed(trainer: Trainer, place: Path) -> None:
     assert len(list_trainings(trainer)) == 2
 
 
+def test_a_diverged_run_is_a_saved_result(trainer: Trainer) -> None:
+    """Other machines neither repeat it nor count it as missing; reports and --retry-failed know it."""
+    keys = (KEEP, "sweep.leaderboard={}")
+    trainer.diverges = "rotary"
+    with pytest.raises(RunError, match=r"1 of 2 runs failed: rotary, seed 1234: failed at step 3: its loss is nan"):
+        run(*keys)
+    assert len(list_trainings(trainer)) == 2
+    shutil.rmtree("out")
+    with pytest.raises(RunError, match=r"1 of 2 runs failed: .*--retry-failed"):
+        run(*keys)
+    assert list_trainings(trainer) == []
+    (section,) = build_sections([Path("kept")])
+    assert ([failure.method for failure in section.failures], section.num_pending_runs) == (["rotary"], 0)
+    assert section.board is not None
+    assert (section.board.missing, "rotary" in section.board.ranking) == ({}, True)
+    trainer.diverges = None
+    found, _ = run(*keys, retry_failed=True)
+    assert (list_trainings(trainer), {record.method for record in found}) == (["rotary 1234 None"], {"rotary", "mine"})
+    assert build_sections([Path("kept")])[0].failures == []
+
+
 def test_machines_divide_a_sweep(trainer: Trainer) -> None:
     """Two parts train every run once, and the last one's report has all of them."""
     keys = (KEEP, "sweep.seeds=[3, 4, 5]")
@@ -210,7 +231,7 @@ def test_a_full_disk_ends_no_other_run(trainer: Trainer, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run_records, "write_bytes_atomically", fail)
-    with pytest.raises(RunError, match=r"records of 2 runs could not be saved: .*No space left on device"):
+    with pytest.raises(RunError, match=r"results of 2 runs could not be saved: .*No space left on device"):
         run(KEEP)
     assert len(list_trainings(trainer)) == 2
     assert Path("out/report.html").exists()

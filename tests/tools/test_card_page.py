@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from megatron.reports.records import Record, write_records
-from megatron.reports.run_records import get_run_file, write_run_file
+from megatron.reports.run_records import RunOutcome, get_run_file, write_run_file
 from tools.docs import card_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_only_trained_models_are_listed(tmp_path: Path) -> None:
     (trainings,) = card_page.list_trainings(tmp_path)
     assert trainings.format_row() == "| `a.json` | 2 | 0.00M | 64 | 0.64M | 2 |"
     large = record.replace(parameters=29_500_000, train_tokens=60_000_000)
-    write_run_file(get_run_file(tmp_path / "evidence", None, "rotary", 1), "digest", [large])
+    write_run_file(get_run_file(tmp_path / "evidence", None, "rotary", 1), "digest", RunOutcome([large]))
     assert "largest model has 29.50M parameters, and the longest training 60.00M" in card_page.render_table(tmp_path)
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from megatron.reports.leaderboard import Leaderboard
 from megatron.reports.leaderboard_benchmarks import LeaderboardPlan
 from megatron.reports.paper_experiment import Experiment, write_experiment
-from megatron.reports.records import Record, record_from_row
-from megatron.reports.run_records import get_run_file, write_run_file
+from megatron.reports.records import Record, RunFailure, read_failures, record_from_row
+from megatron.reports.run_records import RunOutcome, get_run_file, write_run_file
 from megatron.utils.errors import UserError
 from tools.docs.publish_leaderboard import publish
 
@@ -34,7 +34,7 @@ def write_runs(folder: Path, copies: int) -> None:
                              "perplexity": 5.0 + number, "seed": seed, "run": run})
             for length in (64, 128)
         ]  # fmt: skip
-        write_run_file(get_run_file(folder, None, method, seed), "digest", text)
+        write_run_file(get_run_file(folder, None, method, seed), "digest", RunOutcome(text))
         if number < copies:
             task = {**shared, "length": 128, "protocol": "task", "dataset": "task copy", "seed": seed}
             found = [
@@ -42,7 +42,7 @@ def write_runs(folder: Path, copies: int) -> None:
                 {**task, "method": "floor: guess", "mean_accuracy": 0.1, "seed": 0},
             ]
             copy = [record_from_row(row) for row in found]
-            write_run_file(get_run_file(folder, "copy", method, seed), "digest", copy)
+            write_run_file(get_run_file(folder, "copy", method, seed), "digest", RunOutcome(copy))
 
 
 @pytest.mark.slow
@@ -62,12 +62,24 @@ def test_only_complete_benchmarks_are_published(tmp_path: Path, copies: int, met
 
 def test_runs_of_older_definitions_count_as_missing(tmp_path: Path) -> None:
     write_runs(tmp_path / "runs", 0)
-    write_run_file(get_run_file(tmp_path / "runs", None, "alibi", 2), "older", [])
+    write_run_file(get_run_file(tmp_path / "runs", None, "alibi", 2), "older", RunOutcome([]))
     notes = io.StringIO()
     with pytest.raises(UserError, match=r"text \(3 of 4 runs\)"):
         publish(tmp_path / "runs", tmp_path, Console(file=notes))
     assert notes.getvalue().startswith("note: ")
     assert "alibi/seed_2.json.gz" in notes.getvalue()
+
+
+@pytest.mark.slow
+def test_a_diverged_run_is_published_and_not_missing(tmp_path: Path) -> None:
+    write_runs(tmp_path / "runs", 0)
+    failure = RunFailure("alibi", 2, "its loss is nan", 3, 64, run="runs/zoo/alibi/seed_2")
+    write_run_file(get_run_file(tmp_path / "runs", None, "alibi", 2), "digest", RunOutcome(failure=failure))
+    publish(tmp_path / "runs", tmp_path, Console(quiet=True))
+    assert read_failures(tmp_path / "zoo.json") == [failure]
+    page = (tmp_path / "zoo.md").read_text(encoding="utf-8")
+    assert "Ranked benchmarks: text." in page
+    assert "(n 1)" in next(line for line in page.splitlines() if line.startswith("| alibi"))
 
 
 @pytest.mark.parametrize(("copies", "found"), [(0, "copy \\(none of 4 runs\\)"), (4, "Ranked benchmarks: copy")])

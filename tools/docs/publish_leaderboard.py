@@ -9,7 +9,6 @@ and seeds that the other benchmarks lack. Pages that quote the record (card.md, 
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,27 +24,33 @@ from rich.console import Console  # noqa: E402
 from megatron.reports.combine import combine_results, describe_ignored_runs, read_saved_runs  # noqa: E402
 from megatron.reports.leaderboard_benchmarks import TEXT_BENCHMARK, LeaderboardPlan, describe_completeness  # noqa: E402
 from megatron.reports.paper_experiment import Experiment, read_experiment, write_experiment  # noqa: E402
-from megatron.reports.records import RESULTS_FILE, Record, write_records  # noqa: E402
+from megatron.reports.records import RESULTS_FILE, Record, RunFailure, write_failures, write_records  # noqa: E402
+from megatron.reports.run_records import SavedRuns  # noqa: E402
 from megatron.utils.errors import UserError  # noqa: E402
 
 RUNS, OUTPUT = Path("docs/results/zoo"), Path("docs/results")
 NAME = "zoo"
 
 
-def select_complete_benchmarks(plan: LeaderboardPlan, records: Sequence[Record]) -> list[Record]:
-    """Select the records of benchmarks with all their runs, and of their trivial baselines.
+def select_complete_benchmarks(plan: LeaderboardPlan, saved: SavedRuns) -> tuple[list[Record], list[RunFailure]]:
+    """Select the results of benchmarks with all their runs.
+
+    Returns:
+        Records of these benchmarks and of their trivial baselines, and the runs that diverged.
 
     Raises:
         UserError: the text is incomplete, which other pages quote.
     """
-    missing = plan.list_missing_runs(records)
+    records = saved.records
+    missing = plan.list_missing_runs([*records, *saved.failures])
     if TEXT_BENCHMARK in missing:
         raise UserError(
             f"{RUNS}: cannot be published without all runs of the text. {describe_completeness(plan, missing)}"
         )
     kept = [record for record in records if record.run is not None and plan.get_benchmark(record) not in missing]
     datasets = {record.dataset for record in kept}
-    return [*kept, *(record for record in records if record.run is None and record.dataset in datasets)]
+    baselines = [record for record in records if record.run is None and record.dataset in datasets]
+    return [*kept, *baselines], [f for f in saved.failures if plan.get_benchmark(f) not in missing]
 
 
 def publish(runs: Path, output: Path, console: Console) -> None:
@@ -68,16 +73,18 @@ def publish(runs: Path, output: Path, console: Console) -> None:
     saved = read_saved_runs(runs)
     for note in describe_ignored_runs({runs / RESULTS_FILE: saved}):
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
-    records = select_complete_benchmarks(plan, saved.records)
+    records, failures = select_complete_benchmarks(plan, saved)
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / RESULTS_FILE
         write_records(results, records)
+        write_failures(results, failures)
         write_experiment(results, Experiment(experiment.title, experiment.against, leaderboard=experiment.leaderboard))
         for suffix in (".md", ".html"):
             combine_results([results], Console(quiet=True), output=output / f"{NAME}{suffix}")
             console.print(f"written: {output / NAME}{suffix}", markup=False, highlight=False, soft_wrap=True)
     # The JSON omits the cells of the needle maps: they are most of the records, and the runs' files contain them.
     path = write_records(output / f"{NAME}.json", [record for record in records if record.axis == "length"])
+    write_failures(path, failures)
     console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
 
 

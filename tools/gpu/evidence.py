@@ -39,7 +39,7 @@ if __name__ == "__main__":
 from megatron.distributed.hardware import find_gpu_spec  # noqa: E402
 from megatron.planning.plan import make_plan  # noqa: E402
 from megatron.planning.step_time import Cluster  # noqa: E402
-from megatron.sweeps.results import compute_member_digest, load_saved_records  # noqa: E402
+from megatron.sweeps.results import compute_member_digest, load_saved_outcome  # noqa: E402
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep  # noqa: E402
 from megatron.utils.errors import FarfieldError  # noqa: E402
 from tools.gpu.evidence_corpus import VOCABULARY_SIZE, prepare  # noqa: E402
@@ -120,8 +120,8 @@ def unpack_corpus(folder: Path) -> None:
 
 def find_records(sweep: Sweep, member: SweepMember) -> list[dict[str, Any]] | None:
     """Return the saved records of a finished run, or None."""
-    loaded = load_saved_records(sweep, member, compute_member_digest(member))
-    return None if loaded is None else [record.to_row() for record in loaded]
+    outcome = load_saved_outcome(sweep, member, compute_member_digest(member))
+    return None if outcome is None or not outcome.records else [record.to_row() for record in outcome.records]
 
 
 def run_member(files: Sequence[str], index: int, seconds: float) -> str | None:
