@@ -10,6 +10,7 @@ With `--folder`, a later call continues in the same root: it updates the clone a
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -42,6 +43,8 @@ DRY_RUN = (
     "train_micro_batch_size_per_gpu=1 --dry-run"
 )
 LINES_KEPT = 40
+PROGRESS = re.compile(r"left in total|^[.sxFE]+ +\[ *\d+%\]$")
+"""Lines that commands print while they run."""
 
 
 def run_make_steps(
@@ -146,7 +149,7 @@ environment of `setup-dev`.
 
 def keep_last_lines(printed: list[str]) -> list[str]:
     """Return the last lines of an output without lines of progress."""
-    return [line for line in printed if "left in total" not in line][-LINES_KEPT:]
+    return [line for line in printed if not PROGRESS.search(line)][-LINES_KEPT:]
 
 
 def shorten(text: str, length: int = 160) -> str:
