@@ -23,7 +23,7 @@ from megatron.conversion.neox_checkpoint import find_neox_checkpoint, read_neox_
 from megatron.data.load_tokenizer import save_tokenizer
 from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files
 from megatron.options.data import TokenizerType
-from megatron.planning.model_costs import count_parameters
+from megatron.planning.model_costs import count_parameters, plan_model
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError, check_reachable
@@ -218,7 +218,7 @@ def check_parameter_count(source: ModelSource) -> None:
     if config.model.num_layers < MIN_LAYERS_TO_CHECK:
         return
     try:
-        num_parameters = count_parameters(config, vocab_size=1)
+        num_parameters = count_parameters(plan_model(config), vocab_size=1)
     except UserError:  # an encoding whose parameters cannot be counted
         return
     weight_bytes = sum(path.stat().st_size for path in source.path.iterdir() if path.suffix in WEIGHT_SUFFIXES)
