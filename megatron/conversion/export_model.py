@@ -208,7 +208,7 @@ def _parse_dtype(name: str) -> torch.dtype:
 def _parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+)\s*([KMG]B|)", text.strip().upper())
     if match is None or int(match[1]) < 1:
-        raise UserError(f"--shard is {text!r}; expected a size such as 500MB or 2GB")
+        raise UserError(f"--shard is {text!r}; it must be a size such as 500MB or 2GB")
     return int(match[1]) * _SIZE_UNITS[match[2]]
 
 
@@ -216,7 +216,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise UserError(f"{target}: is a file; expected a new folder")
+        raise UserError(f"{target}: is a file; it must be a new folder")
     file_names = sorted(path.name for path in target.iterdir())
     if file_names and not overwrite:
         raise UserError(f"{target}: is not empty; choose another folder, or replace an export with --overwrite")

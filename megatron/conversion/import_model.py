@@ -62,7 +62,7 @@ def read_source(path: Path, configs: Sequence[Path] = ()) -> ModelSource:
     """Read the description of the model at a path. Raises UserError if it cannot be imported."""
     if not path.is_dir():
         if path.exists():
-            raise UserError(f"{path}: is a file; expected its folder")
+            raise UserError(f"{path}: is a file; give its folder")
         check_reachable(path)
         raise UserError(f"{path}: no such folder; {suggest_folder(path)}".rstrip("; "))
     if (path / HF_CONFIG_FILE).is_file():
@@ -119,7 +119,7 @@ def check_target_folder(run: Path) -> None:
     if run.is_dir() and any(run.iterdir()):
         raise UserError(f"{run}: exists and is not empty; choose another folder")
     if run.exists() and not run.is_dir():
-        raise UserError(f"{run}: is a file; expected a folder")
+        raise UserError(f"{run}: is a file; it must be a folder")
 
 
 def resolve_tokenizer(
