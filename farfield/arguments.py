@@ -39,14 +39,14 @@ def to_integer(name: str, value: Any, minimum: int, maximum: int | None = None) 
         number = None
     if number is None or number < minimum or (maximum is not None and number > maximum):
         bounds = f"of at least {minimum:,}" if maximum is None else f"from {minimum:,} to {maximum:,}"
-        raise UserError(f"{name} is {describe_value(value)}; expected an integer {bounds}")
+        raise UserError(f"{name} is {describe_value(value)}; it must be an integer {bounds}")
     return number
 
 
 def to_string(name: str, value: Any) -> str:
     """Return a string if it can be encoded. Raises UserError with the name and the value of the argument."""
     if not isinstance(value, str):
-        raise UserError(f"{name} is {describe_value(value)}; expected a string")
+        raise UserError(f"{name} is {describe_value(value)}; it must be a string")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -58,16 +58,16 @@ def to_paths(name: str, value: Any) -> list[str]:
     """Return one path or several as a list of strings. Raises UserError with the name and the invalid value."""
     paths = [value] if isinstance(value, str | Path) else value
     if not isinstance(paths, Sequence) or not all(isinstance(path, str | Path) for path in paths):
-        raise UserError(f"{name} is {describe_value(value)}; expected a path, or a list of paths")
+        raise UserError(f"{name} is {describe_value(value)}; it must be a path, or a list of paths")
     return [to_path(name, path) for path in paths]
 
 
 def to_path(name: str, value: Any) -> str:
     """Return a path as a string. Raises UserError with the name and the invalid value."""
     if not isinstance(value, str | Path):
-        raise UserError(f"{name} is {describe_value(value)}; expected a path")
+        raise UserError(f"{name} is {describe_value(value)}; it must be a path")
     if not str(value):
-        raise UserError(f"{name} is empty; expected a path")
+        raise UserError(f"{name} is empty; it must be a path")
     check_characters(name, str(value))
     return str(value)
 

@@ -100,7 +100,7 @@ def prepare(
 
     folder, names = to_path("output", output), to_paths("sources", sources)
     if not isinstance(overwrite, bool):
-        raise UserError(f"overwrite is {describe_value(overwrite)}; expected True or False")
+        raise UserError(f"overwrite is {describe_value(overwrite)}; it must be True or False")
     plain = {name: _to_plain_option(value) for name, value in options.items()}
     # reports errors under the names of the Python arguments
     parse_section(CorpusOptions, {**plain, "sources": names}, source=None)

@@ -201,7 +201,7 @@ class Model:
             self._loaded.model, self.tokenizer, parse_section(GenerationOptions, options, source=None)
         )
         if not isinstance(prompt, str | Sequence):
-            raise UserError(f"prompt is {describe_value(prompt)}; expected a string or a list of strings")
+            raise UserError(f"prompt is {describe_value(prompt)}; it must be a string or a list of strings")
         prompts = [to_string("prompt", each) for each in ([prompt] if isinstance(prompt, str) else prompt)]
         if not prompts:
             return []
@@ -263,7 +263,7 @@ class Model:
         try:
             asked = list(range(self.num_layers) if layers is None else layers)
         except TypeError:
-            raise UserError(f"layers is {describe_value(layers)}; expected a list of layer indices") from None
+            raise UserError(f"layers is {describe_value(layers)}; it must be a list of layer indices") from None
         wanted = sorted({to_integer("a layer", layer, 0, self.num_layers - 1) for layer in asked})
         if not wanted:
             raise UserError("layers is empty; list layers, or omit the argument for all layers")
@@ -297,7 +297,7 @@ class Model:
     def _to_tokens(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(text, str):
             return np.asarray(self.encode(text), dtype=np.int64)
-        return self._check_tokens("text", text, "expected a string, or ")
+        return self._check_tokens("text", text, "it must be a string, or ")
 
     def _check_tokens(self, name: str, value: Any, others: str = "") -> np.ndarray:
         """Return tokens as int64. Raises UserError with the name and the value of the argument."""
@@ -309,7 +309,7 @@ class Model:
         is_whole = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
         if not is_whole or (tokens.size and not 0 <= tokens.min() <= tokens.max() < size):
             expected = f"a list of tokens, which are integers from 0 to {size - 1:,}"
-            raise UserError(f"{name} is {describe_value(value)}; {others or 'expected '}{expected}")
+            raise UserError(f"{name} is {describe_value(value)}; {others or 'it must be '}{expected}")
         return tokens.astype(np.int64)
 
     def _check_length(self, length: int) -> None:

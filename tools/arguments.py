@@ -28,7 +28,7 @@ def int_at_least(minimum: int) -> Callable[[str], int]:
         except ValueError:
             value = minimum - 1
         if value < minimum:
-            raise argparse.ArgumentTypeError(f"expected an integer of at least {minimum}, not {text!r}")
+            raise argparse.ArgumentTypeError(f"it must be an integer of at least {minimum}, not {text!r}")
         return value
 
     return number
@@ -50,7 +50,7 @@ def parse_device(text: str) -> str:
     import torch
 
     if text not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"expected cpu or cuda, not {text!r}")
+        raise argparse.ArgumentTypeError(f"it must be cpu or cuda, not {text!r}")
     if text == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("no CUDA device found; use cpu")
     return text

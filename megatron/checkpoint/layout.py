@@ -105,7 +105,7 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
     if not path.is_dir():
         check_reachable(path)
         problem = "is a file; " if path.exists() else f"no such folder; {suggest_folder(path)}"
-        raise UserError(f"{path}: {problem}expected a run's folder or one of its {CHECKPOINTS}/step_…")
+        raise UserError(f"{path}: {problem}give a run's folder or one of its {CHECKPOINTS}/step_…")
     latest = find_latest_checkpoint(find_run_folder(path))
     if latest is None:
         if runs := _list_runs_in(path):
@@ -114,7 +114,7 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
             raise UserError(
                 f"{path}: this folder has no checkpoint but contains runs that do; choose one of: {shown}{more}"
             )
-        raise UserError(f"{path}: contains no checkpoint; expected a run's folder or one of its {CHECKPOINTS}/step_…")
+        raise UserError(f"{path}: contains no checkpoint; give a run's folder or one of its {CHECKPOINTS}/step_…")
     return latest
 
 

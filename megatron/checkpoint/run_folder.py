@@ -185,7 +185,7 @@ def list_checkpoint_infos(run: Path, *, checksums: bool) -> list[CheckpointInfo]
     checkpoints = layout.list_checkpoints(run)
     if not checkpoints:
         layout.resolve_checkpoint_path(run)  # raises an error with the reason
-        raise UserError(f"{run}: is a checkpoint; expected the run's folder")
+        raise UserError(f"{run}: is a checkpoint; it must be the run's folder")
     infos = [_read_checkpoint_info(path, checksums=checksums) for path in checkpoints]
     return [info for info in infos if info is not None]
 

@@ -105,7 +105,7 @@ def read_weights(
             if isinstance(target, nn.Parameter) and (spec := get_shard_spec(target)) is not None:
                 weight = shard_tensor(weight, spec, tensor)
             if weight.shape != target.shape:
-                raise RunError(f"{path}: {source} has shape {list(weight.shape)}, expected {list(target.shape)}")
+                raise RunError(f"{path}: {source} has shape {list(weight.shape)}; it must be {list(target.shape)}")
             target.copy_(weight)
     clamp_bounded_parameters(model)
 

@@ -237,7 +237,7 @@ def parse_steps(texts: list[str]) -> list[int]:
     for text in texts:
         match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
         if match is None:
-            raise UserError(f"STEP {text!r}: expected a step or a range, for example 1200 or 1198-1201")
+            raise UserError(f"STEP {text!r}: it must be a step or a range, for example 1200 or 1198-1201")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise UserError(f"STEP {text}: the range is empty; write {last}-{first}")

@@ -151,7 +151,7 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
         if matches:
             return matches[0]
     if Path(text).exists() and not Path(text).is_dir():
-        raise UserError(f"{text}: is a pipe or a device; expected a file")
+        raise UserError(f"{text}: is a pipe or a device; it must be a file")
     if Path(text).is_dir():
         raise UserError(f"{text}: is a folder; give a configuration file in it, or search it with -d {text}")
     check_reachable(text)

@@ -218,7 +218,7 @@ class StepSwitch(DeferredRule):
             layers.notes.append(f"{where}: {name} sets {farfield_key} to {value + step.offset}")
         else:
             layers.problems.append(
-                f"{layers.deferred[step.key].where}: {step.key} is {format_value(value)}; expected a step"
+                f"{layers.deferred[step.key].where}: {step.key} is {format_value(value)}; it must be a step"
             )
 
     def describe(self, name: str) -> str:

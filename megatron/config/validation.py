@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Collection, Iterator
 
-from megatron.attention.backends.backend import find_unsupported_method
+from megatron.attention.backends.backend import find_unsupported_feature, list_method_features
 from megatron.config import method_names
 from megatron.config.execution import (
     check_divisible,
@@ -190,15 +190,14 @@ def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
             processor_facts = None if own.processor == "none" else read_processor_facts(own.processor)
         except MethodFileError:  # rejected elsewhere
             continue
-        reason = find_unsupported_method(
-            backend,
+        features = list_method_features(
             facts,
             processor_facts=processor_facts,
             has_softcap=config.model.attn_logit_softcapping is not None,
             options=own.pos_emb_options,
             softmax_type=own.softmax,
         )
-        if reason is not None:
+        if (reason := find_unsupported_feature(backend, features)) is not None:
             method = f"pos_emb {own.encoding}"
             if own.processor != "none":
                 method += f" with score_processor {own.processor}"

@@ -243,7 +243,7 @@ def _parse_with_lines(text: str, source: str) -> YamlDocument:
         return YamlDocument(source, {}, {})
     if not isinstance(values, dict):
         kind = {list: "a list"}.get(type(values), "a single value")
-        raise UserError(f"{source}: contains {kind}; expected a mapping of keys to values")
+        raise UserError(f"{source}: contains {kind}; it must be a mapping of keys to values")
     lines: dict[tuple[str, ...], int] = {}
     try:
         _collect_lines(node, (), lines, source)

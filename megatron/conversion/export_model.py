@@ -1,13 +1,14 @@
 """`./deepy.py export RUN DIR`: export a checkpoint to a folder that transformers loads.
 
 Weights are renamed to the family's names and written to one or more files; at most one file is in memory at a time.
+The model card (README.md) describes architecture, training and results, and how to load the model.
 """
 
 import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,16 +34,20 @@ from megatron.conversion.families.farfield import (
 )
 from megatron.conversion.hf_checkpoint import find_exact_family
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
-from megatron.conversion.model_card import describe_native_documents, render_model_card, write_model_card
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily, WeightMapping
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.options.model import get_padded_vocab_size
+from megatron.options.model import get_ffn_hidden_size, get_padded_vocab_size
+from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
+from megatron.reports.depth_maps import split_depth_maps
+from megatron.reports.html_page import render_template
+from megatron.reports.records import RESULTS_FILE, Record, read_records
+from megatron.reports.table_formats import render_comparison_markdown
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, read_folder_version
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError, describe_cause
-from megatron.utils.formatting import format_choices
+from megatron.utils.formatting import format_choices, format_count
 
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
@@ -52,6 +57,8 @@ _EXPORT_FILE_NAMES = re.compile(
     r"[\w-]+\.py|[\w.-]+\.json|model[\w-]*\.safetensors|README\.md|results\.png|merges\.txt|tokenizer\.model"
 )
 """Names of files that an export may contain."""
+PLOT_FILE = "results.png"
+CARD_TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 _SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -201,7 +208,7 @@ def _parse_dtype(name: str) -> torch.dtype:
 def _parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+)\s*([KMG]B|)", text.strip().upper())
     if match is None or int(match[1]) < 1:
-        raise UserError(f"--shard is {text!r}; expected a size such as 500MB or 2GB")
+        raise UserError(f"--shard is {text!r}; it must be a size such as 500MB or 2GB")
     return int(match[1]) * _SIZE_UNITS[match[2]]
 
 
@@ -209,7 +216,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise UserError(f"{target}: is a file; expected a new folder")
+        raise UserError(f"{target}: is a file; it must be a new folder")
     file_names = sorted(path.name for path in target.iterdir())
     if file_names and not overwrite:
         raise UserError(f"{target}: is not empty; choose another folder, or replace an export with --overwrite")
@@ -324,3 +331,93 @@ def write_shards(weights: HFWeights, folder: Path, max_shard_bytes: int) -> None
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         (folder / WEIGHTS_INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def render_model_card(
+    run: TrainedRun, tokenizer: Tokenizer, family: ModelFamily, *, num_parameters: int, license: str | None, title: str
+) -> tuple[str, bytes | None]:
+    """Return the page, and a plot of the results if there are any.
+
+    Args:
+        family: family of the export.
+        num_parameters: number of parameters of the model.
+        license: license of the weights; None if not given.
+        title: name of the model.
+    """
+    records = _read_results(run)
+    all_tables = build_comparison_tables(records)
+    tables, depth_maps = split_depth_maps(all_tables)
+    page = render_template(
+        CARD_TEMPLATE,
+        license=license,
+        title=title,
+        num_parameters=format_count(num_parameters),
+        position=run.config.position,
+        train_length=run.config.model.seq_length,
+        family=family,
+        native_documents=describe_native_documents(family),
+        tables=[
+            *map(render_comparison_markdown, tables),
+            *(depth_map.build_text_table().to_markdown() for depth_map in depth_maps),
+        ],
+        plot_file=PLOT_FILE,
+        settings=_list_settings(run, tokenizer),
+    )
+    return page, _render_plot(all_tables) if records else None
+
+
+def describe_native_documents(family: ModelFamily) -> str:
+    """Return a sentence for a native transformers model whose run was trained with document masking."""
+    return (
+        "this model was trained with attention_mask: document, but the native transformers class "
+        f"{family.architecture} treats a row as one document; put each document in its own row, or pass position_ids "
+        "that restart"
+    )
+
+
+def _read_results(run: TrainedRun) -> list[Record]:
+    path = run.folder / RESULTS_FILE
+    return read_records(path) if path.is_file() else []
+
+
+def _render_plot(tables: Sequence[ComparisonTable]) -> bytes:
+    from megatron.reports.plots import render_plots_png  # importing matplotlib is slow
+
+    return render_plots_png(tables)
+
+
+def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    model, training, trainer_state = run.config.model, run.config.training, run.trainer_state
+    architecture = f"{model.num_layers} layers, width {model.hidden_size:,}, {model.num_attention_heads} heads"
+    position = run.config.position
+    options = {
+        "encoding options": position.pos_emb_options,
+        "score processor options": position.score_processor_options,
+        "temperature options": position.attention_temperature_options,
+    }
+    rows = [
+        ("shape", f"{architecture}, feed-forward {get_ffn_hidden_size(model):,}, {model.activation}, {model.norm}"),
+        *(
+            (title, ", ".join(f"{name} = {value}" for name, value in chosen.items()))
+            for title, chosen in options.items()
+            if chosen
+        ),
+        ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens"),
+    ]
+    if trainer_state.step:
+        optimizer = run.config.optimizer
+        rows += [
+            ("steps", f"{trainer_state.step:,}"),
+            ("tokens seen", f"{trainer_state.consumed_tokens:,}"),
+            ("batch", f"{training.train_batch_size:,} sequences" if training.train_batch_size else "as configured"),
+            ("precision", training.compute_dtype),
+            ("optimizer", f"{optimizer.optimizer.type}, learning rate {optimizer.optimizer.params.lr:g}"),
+        ]
+    return rows
+
+
+def write_model_card(folder: Path, page: str, plot: bytes | None) -> None:
+    """Write README.md and its plot."""
+    (folder / "README.md").write_text(page, encoding="utf-8", errors="replace")  # names may not be valid UTF-8
+    if plot is not None:
+        (folder / PLOT_FILE).write_bytes(plot)

@@ -118,7 +118,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({describe_cause(error)})") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path}: expected a JSON object")
+        raise UserError(f"{path}: it must be a JSON object")
     return values
 
 

@@ -116,20 +116,20 @@ class HFConfigReader:
         if value is _REQUIRED:
             raise UserError(f"{self.source}: {name} is missing")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.value_error(name, "expected an integer of at least 1")
+            raise self.value_error(name, "it must be an integer of at least 1")
         return value
 
     def get_positive_float(self, name: str, default: float) -> float:
         """Return a finite number above 0."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and isfinite(value)):
-            raise self.value_error(name, "expected a positive number")
+            raise self.value_error(name, "it must be a positive number")
         return float(value)
 
     def get_bool(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise self.value_error(name, "expected true or false")
+            raise self.value_error(name, "it must be true or false")
         return value
 
     def require_one_of(self, name: str, allowed: tuple[Any, ...], reason: str) -> None:

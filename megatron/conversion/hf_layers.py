@@ -97,7 +97,7 @@ def read_layer_rope_options(
     section_key = "rope_parameters"
     sections = config_reader.get(section_key, {})
     if not isinstance(sections, Mapping) or not set(sections) <= set(layer_types):
-        raise config_reader.value_error(section_key, f"expected parameters for {' and '.join(layer_types)}")
+        raise config_reader.value_error(section_key, f"it must have parameters for {' and '.join(layer_types)}")
     scaling = config_reader.get("rope_scaling", {})
     options = []
     for layer_type, base, base_key in zip(layer_types, bases, base_keys, strict=True):
@@ -112,7 +112,7 @@ def read_layer_rope_options(
 def _check_parameters(config_reader: HFConfigReader, section_key: str, section: Any) -> dict[str, Any]:
     """Return the parameters of a section that are not null. Raises UserError for a value of a wrong type."""
     if not isinstance(section, Mapping):
-        raise config_reader.value_error(section_key, "expected a mapping")
+        raise config_reader.value_error(section_key, "it must be a mapping")
     parameters: dict[str, Any] = {name: value for name, value in section.items() if value is not None}
     for name, value in parameters.items():
         expected_type = _PARAMETER_TYPES.get(name)
@@ -275,7 +275,7 @@ def build_layer_windows(config_reader: HFConfigReader, types: Sequence[str], win
     if window is None or WINDOWED not in types:
         return {}
     if type(window) is not int or window < 1:
-        raise config_reader.value_error("sliding_window", "expected an integer of at least 1")
+        raise config_reader.value_error("sliding_window", "it must be an integer of at least 1")
     return {"attention_window": [window if each == WINDOWED else None for each in types]}
 
 
@@ -283,7 +283,7 @@ def read_layer_types(config_reader: HFConfigReader, default_types: Sequence[str]
     """Return the type of each layer. Raises UserError for an unknown type or a wrong number of layers."""
     types = config_reader.get("layer_types") or list(default_types)
     if not isinstance(types, list) or len(types) != num_layers or set(types) - set(LAYER_TYPES):
-        raise config_reader.value_error("layer_types", f"expected one of {', '.join(LAYER_TYPES)} for each layer")
+        raise config_reader.value_error("layer_types", f"it must be one of {', '.join(LAYER_TYPES)} for each layer")
     return types
 
 

@@ -23,7 +23,7 @@ from megatron.conversion.neox_checkpoint import find_neox_checkpoint, read_neox_
 from megatron.data.load_tokenizer import save_tokenizer
 from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files
 from megatron.options.data import TokenizerType
-from megatron.planning.model_costs import count_parameters
+from megatron.planning.model_costs import count_parameters, plan_model
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError, check_reachable
@@ -62,7 +62,7 @@ def read_source(path: Path, configs: Sequence[Path] = ()) -> ModelSource:
     """Read the description of the model at a path. Raises UserError if it cannot be imported."""
     if not path.is_dir():
         if path.exists():
-            raise UserError(f"{path}: is a file; expected its folder")
+            raise UserError(f"{path}: is a file; give its folder")
         check_reachable(path)
         raise UserError(f"{path}: no such folder; {suggest_folder(path)}".rstrip("; "))
     if (path / HF_CONFIG_FILE).is_file():
@@ -119,7 +119,7 @@ def check_target_folder(run: Path) -> None:
     if run.is_dir() and any(run.iterdir()):
         raise UserError(f"{run}: exists and is not empty; choose another folder")
     if run.exists() and not run.is_dir():
-        raise UserError(f"{run}: is a file; expected a folder")
+        raise UserError(f"{run}: is a file; it must be a folder")
 
 
 def resolve_tokenizer(
@@ -218,7 +218,7 @@ def check_parameter_count(source: ModelSource) -> None:
     if config.model.num_layers < MIN_LAYERS_TO_CHECK:
         return
     try:
-        num_parameters = count_parameters(config, vocab_size=1)
+        num_parameters = count_parameters(plan_model(config), vocab_size=1)
     except UserError:  # an encoding whose parameters cannot be counted
         return
     weight_bytes = sum(path.stat().st_size for path in source.path.iterdir() if path.suffix in WEIGHT_SUFFIXES)

@@ -79,7 +79,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """Return the content of config.json. Raises UserError if its code cannot be updated."""
     if not folder.is_dir():
         check_reachable(folder)
-        raise UserError(f"{folder}: no such folder; expected an export")
+        raise UserError(f"{folder}: no such folder; give the folder of an export")
     if not (folder / HF_CONFIG_FILE).exists():
         raise UserError(f"{folder}: not an export: {HF_CONFIG_FILE} is missing")
     values = read_json_object(folder / HF_CONFIG_FILE)

@@ -25,7 +25,6 @@ from megatron.options.data import (
     CorpusName,
     DataOptions,
     Split,
-    find_data_conflicts,
     list_corpus_names,
     parse_split_fractions,
 )
@@ -59,13 +58,12 @@ class DatasetSlice:
 def list_corpora(data: DataOptions, split: Split, key: str | None = None) -> list[list[Path]]:
     """Return the dataset prefixes of each corpus of a split, or an empty list if the configuration names none.
 
-    A prefix may end in `.bin` or `.idx`. Raises UserError if options contradict each other, a dataset's files are
-    missing, a dataset is named twice, or a folder contains no dataset for the split.
+    A prefix may end in `.bin` or `.idx`. Raises UserError if a dataset's files are missing, a dataset is named twice,
+    or a folder contains no dataset for the split.
 
+    data: validated options (`find_data_conflicts`).
     key: configuration key shown in errors; the split's own key by default.
     """
-    for _, problem in find_data_conflicts(data):
-        raise UserError(problem)
     own_key = "data_path" if data.data_path is not None else f"{split}_data_paths"
     names: Sequence[CorpusName] = getattr(data, own_key) if data.data_path is None else [data.data_path]
     key = key or own_key

@@ -92,7 +92,7 @@ class TokenizerMetadata(BaseModel):
             raise ValueError(f"bos is {self.bos}; it must be less than vocab_size {self.vocab_size}")
         if tuple(self.files) != TOKENIZER_FILES[self.type]:
             expected = ", ".join(TOKENIZER_FILES[self.type]) or "none"
-            raise ValueError(f"files are {self.files}; expected for {self.type}: {expected}")
+            raise ValueError(f"files are {self.files}; for {self.type} they must be {expected}")
         return self
 
 

@@ -89,7 +89,9 @@ def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> 
     if options.lengths is None and options.multiples is None:
         if not same_train_length:
             trained = ", ".join(f"{length:,}" for length in sorted(set(train_lengths)))
-            raise UserError(f"lengths: expected tokens, because the runs were trained at different lengths ({trained})")
+            raise UserError(
+                f"lengths: they must be in tokens, because the runs were trained at different lengths ({trained})"
+            )
         multiples = DEFAULT_MULTIPLES
     lengths = set(options.lengths or ())
     for multiple in multiples:

@@ -84,7 +84,7 @@ def read_generation_request(run: str, options: GenerationOptions, prompts: tuple
     check_precision(options.precision, options.device)
     check_backend(options.backend)
     if "" in options.stop:
-        raise UserError("--stop: expected a nonempty string")
+        raise UserError("--stop: it must be a nonempty string")
     trained_run = open_run(run)
     tokenizer = load_run_tokenizer(trained_run.folder, trained_run.config.data, trained_run.tokenizer_name)
     return GenerationRequest(trained_run, tokenizer, options, prompts)

@@ -290,7 +290,7 @@ def _parse_metadata(given: dict[str, Any] | str | None, name: str) -> dict[str, 
     value = parse_scalar(given, name) if isinstance(given, str) else given
     if value is not None and not isinstance(value, dict):
         raise UserError(
-            f"{name}: {given!r} is not a mapping; expected '{{max_seq_lengths: [4096], tokenizer: FOLDER}}'", name
+            f"{name}: {given!r} is not a mapping; it must be '{{max_seq_lengths: [4096], tokenizer: FOLDER}}'", name
         )
     return value
 

@@ -208,7 +208,7 @@ def read_eval_request(runs: Sequence[str | Path], options: EvaluationOptions, ou
     For arguments and errors see `megatron.evaluation.run.evaluate_runs`.
     """
     if not runs:
-        raise UserError("no run given; expected at least one run folder")
+        raise UserError("no run given; give at least one run folder")
     check_precision(options.precision, options.device)
     check_backend(options.backend)
     trained_runs = open_runs(runs)

@@ -194,7 +194,7 @@ def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPla
         raise UserError(f"key_tokens {path}: file exists, and other evaluations may depend on it; choose another file")
     check_folder("--key-tokens", path.parent)
     if len(plan.lengths) < 2:
-        raise UserError("find_key_tokens: expected two lengths, of the short and of the long context")
+        raise UserError("find_key_tokens: give two lengths, of the short and of the long context")
     alpha = DEFAULT_ALPHA if options.key_alpha is None else options.key_alpha
     beta = DEFAULT_BETA if options.key_beta is None else options.key_beta
     return KeyTokenFile(path, alpha, beta)

@@ -106,7 +106,7 @@ class Probe(ABC):
         for length in self.lengths:
             if length < self.min_length:
                 raise UserError(
-                    f"protocol {self.name}: windows of {length:,} tokens are too short; expected at least "
+                    f"protocol {self.name}: windows of {length:,} tokens are too short; they must be at least "
                     f"{self.min_length:,}"
                 )
 
@@ -209,7 +209,7 @@ class RepeatedTokens(Probe):
             raise UserError("depths: protocol repeated uses distances, not depths; omit it")
         num_copied, *more = options.targets or [DEFAULT_NUM_COPIED]
         if more:
-            raise UserError("targets: protocol repeated copies one number of tokens; expected one number")
+            raise UserError("targets: protocol repeated copies one number of tokens; give one number")
         return cls(lengths, num_sequences, build_vocabulary(tokenizer), num_copied)
 
     @property

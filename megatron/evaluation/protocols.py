@@ -181,12 +181,12 @@ def build_scoring_plan(
     if protocol not in PROTOCOLS:
         raise UserError(f"unknown protocol {protocol}; {format_choices(protocol, PROTOCOLS)}")
     if not lengths:
-        raise UserError("lengths: expected at least one")
+        raise UserError("lengths: give at least one")
     lengths = tuple(sorted(set(lengths)))
     if lengths[0] < 1:
-        raise UserError(f"lengths: {lengths[0]} is not valid; expected at least 1 token")
+        raise UserError(f"lengths: {lengths[0]} is not valid; it must be at least 1 token")
     if windows is not None and windows < 1:
-        raise UserError(f"windows = {windows}: expected at least 1")
+        raise UserError(f"windows = {windows}: it must be at least 1")
     # One token more than the window, because the successor of the last input is a target too.
     if stream_length < lengths[-1] + 1:
         raise UserError(
@@ -213,7 +213,7 @@ def _plan_last(
     stream_length: int, lengths: tuple[int, ...], targets: tuple[int, ...], windows: int | None
 ) -> ScoringPlan:
     if not targets or targets[0] < 1:
-        raise UserError(f"targets: {', '.join(map(str, targets)) or 'none'}; expected at least 1")
+        raise UserError(f"targets: {', '.join(map(str, targets)) or 'none'}; it must be at least 1")
     for num_targets, length in ((targets[0], lengths[0]), (targets[-1], lengths[-1])):
         if length < num_targets:
             raise UserError(
@@ -244,7 +244,7 @@ def _plan_strided(stream_length: int, lengths: tuple[int, ...], stride: int | No
     # Neighboring windows are not independent samples, so a block is as long as the largest window.
     per_block = min(-(-lengths[-1] // stride), count)
     if windows is not None and count % per_block:
-        raise UserError(f"windows = {windows}: expected a multiple of {per_block} for this stride and these lengths")
+        raise UserError(f"windows = {windows}: it must be a multiple of {per_block} for this stride and these lengths")
     count -= count % per_block
     ends = first + np.arange(count, dtype=np.int64) * stride
     targets = TargetSet(lengths, count // per_block, per_block * stride, dict.fromkeys(lengths, stride))

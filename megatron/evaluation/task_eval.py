@@ -267,7 +267,7 @@ def _change_options(task_config: TaskConfig, text: str | None) -> TaskConfig:
     for part in text.split(","):
         option, equals, value = part.partition("=")
         if not equals:
-            raise UserError(f"task_options {text}: {part!r}: expected OPTION=VALUE")
+            raise UserError(f"task_options {text}: {part!r}: it must be OPTION=VALUE")
         changes[option.strip()] = parse_scalar(value, f"task_options {text}")
     learned = task_config.task
     task = build_task(task_config.name, learned.model_dump() | changes)

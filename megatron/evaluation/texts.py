@@ -159,7 +159,7 @@ def _find_dataset(path: Path) -> Path:
     split = next((split for split in ("test", "valid", "all") if split in splits), None)
     if split is None:
         raise UserError(
-            f"{path}: only {', '.join(splits)} found; expected test, valid, or all, or a dataset in this folder"
+            f"{path}: only {', '.join(splits)} found; give a folder with test, valid or all, or one of its datasets"
         )
     return path / get_split_basename(split)
 
@@ -182,7 +182,7 @@ def _load_own_tokenizer(
 def _encode_file(file: str, modification_time: int, tokenizer: Tokenizer) -> np.ndarray:
     """Tokenize all documents of a text file, each with its end-of-document token, int [N]."""
     if not file.endswith(SUFFIXES):
-        raise UserError(f"{file}: expected suffix {', '.join(SUFFIXES)}; `./deepy.py prepare` reads other formats")
+        raise UserError(f"{file}: its suffix must be {', '.join(SUFFIXES)}; `./deepy.py prepare` reads other formats")
     documents = (
         (document, 0)
         for source in scan_sources([str(Path(file).absolute())])

@@ -9,7 +9,7 @@ be measured without a GPU. The following problems can be detected:
 - a kernel does not compile any more
 - a kernel needs more shared memory than the chip has, which Triton notices only at launch
 - a kernel spills more registers than its budget, which is 0 unless its op gives a reason
-- a kernel is miscompiled in the one known way
+- a kernel is miscompiled in the one known way: it reads uninitialized uniform registers (`find_uninitialized_reads`)
 
 These are limits, not a record: registers and spills vary within them with every version of Triton and ptxas.
 """
@@ -35,7 +35,6 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from megatron.kernels.runtime import is_interpreted, list_compiled_kernels
-from megatron.kernels.uniform_registers import find_uninitialized_reads
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 """Maximum shared memory of one block, in bytes (CUDA C++ Programming Guide, table of compute capabilities)."""
@@ -60,6 +59,18 @@ SPILL_BUDGET_FLOAT32 = 2048
 
 These spills stay in the L1 cache.
 """
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*([^;]*);", re.MULTILINE)
+_REGISTER = re.compile(r"\bUR(\d+)\b")
+_UNIFORM_RESULTS = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX")
+"""Prefixes of instructions whose first uniform register is their result."""
+_OTHER_RESULTS = ("UISETP", "UPLOP3", "UR2UP", "UBLK", "UTMA")
+"""Prefixes of those among them whose result is a predicate or in memory."""
+_DESCRIPTOR = re.compile(r"\b(g?)desc\[UR(\d+)\]")
+_CONSTANT = re.compile(r"\bc\[[^\]]*\]\[[^\]]*\]")
+_LEFT_IN_REGISTERS = re.compile(r"\bR\w+(?:\.reuse)?, R\w+(?:\.reuse)?, gdesc")
+"""Product whose left factor is in registers: its descriptor covers only the right factor, the last two registers of
+four.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ class KernelResources:
     spill_stores: int
     spill_loads: int
     uninitialized_reads: int = 0
-    """Number of instructions that read an uninitialized uniform register (`uniform_registers.py`)."""
+    """Number of instructions that read an uninitialized uniform register (`find_uninitialized_reads`)."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +271,65 @@ def list_miscompiled_kernels() -> list[str]:
     programs = [code for code in list_compiled_kernels() if code.metadata.target.arch >= FIRST_WITH_WARP_GROUPS]
     wrong = [code.metadata.name for code in programs if find_uninitialized_reads(disassemble(code))]
     return list(dict.fromkeys(wrong))
+
+
+def find_uninitialized_reads(disassembly: str) -> list[str]:
+    """List the instructions of a program that read a uniform register before any instruction writes it.
+
+    ptxas 12.8 (part of Triton 3.6 and 3.7) miscompiles some programs in this way. A warp's uniform registers hold,
+    among others, the shared memory descriptors of Hopper's warp-group products, up to four registers per product. There
+    are 63 of them. If a loop's descriptors did not fit, ptxas left out the instruction that starts a chain of them. On
+    an H200 a product then read the wrong shared memory, or memory that does not exist. Neither Triton nor ptxas reports
+    this, and the interpreter cannot. ptxas without optimization, and ptxas of CUDA 13.0, compile the same program
+    correctly.
+
+    An empty result proves nothing: instructions are read in text order, so a register that had another value before the
+    missing instruction is not detected. Only a run on a GPU shows whether a kernel is correct.
+
+    Args:
+        disassembly: output of nvdisasm.
+
+    Returns:
+        Each such instruction once, as disassembled, in order.
+    """
+    written: set[int] = set()
+    found = []
+    for name, text in _INSTRUCTION.findall(disassembly):
+        result = _find_result(name, text)
+        if not _list_sources(name, text, result) <= written:
+            found.append(f"{name} {text.strip()}")
+        if result is not None:
+            written |= set(range(result, result + _count_registers(name)))
+    return list(dict.fromkeys(found))
+
+
+def _find_result(name: str, text: str) -> int | None:
+    """Return the first uniform register that an instruction writes, or None. Loads, for example, only read them."""
+    first = _REGISTER.search(text)
+    has_result = name.startswith(_UNIFORM_RESULTS) and not name.startswith(_OTHER_RESULTS)
+    return int(first[1]) if first is not None and has_result else None
+
+
+def _count_registers(name: str) -> int:
+    """Return the number of registers of a result or a source of a uniform instruction."""
+    return 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+
+
+def _list_sources(name: str, text: str, result: int | None) -> set[int]:
+    """Return all uniform registers that an instruction reads."""
+    if result is not None:
+        indices = {int(number) for constant in _CONSTANT.findall(text) for number in _REGISTER.findall(constant)}
+        sources = [int(number) for number in _REGISTER.findall(_CONSTANT.sub("", text))][1:]
+        # In a .WIDE product only the third source, the addend, is a pair.
+        widths = [2 if ".64" in name or (".WIDE" in name and place == 2) else 1 for place in range(len(sources))]
+        pairs = zip(sources, widths, strict=True)
+        return indices | {register for source, width in pairs for register in range(source, source + width)}
+    found: set[int] = set()
+    for of_product, number in _DESCRIPTOR.findall(text):
+        first, count = int(number), 4 if of_product else 2
+        skipped = 2 if of_product and _LEFT_IN_REGISTERS.search(text) else 0
+        found |= set(range(first + skipped, first + count))
+    return found | {int(number) for number in _REGISTER.findall(_DESCRIPTOR.sub("", text))}
 
 
 def list_ops() -> list[str]:

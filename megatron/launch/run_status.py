@@ -78,7 +78,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     runs: list[Path] = []
     for path in paths:
         if path.exists() and not path.is_dir():
-            raise UserError(f"{path}: is a file; expected a run's folder, or a folder of runs")
+            raise UserError(f"{path}: is a file; it must be a run's folder, or a folder of runs")
         if not path.is_dir():
             check_reachable(path)
             suggestion = layout.suggest_folder(path)

@@ -91,7 +91,7 @@ def read_hostfile(launch: LaunchOptions) -> list[Host]:
             continue
         match = HOSTFILE_LINE.fullmatch(content)
         if match is None or match[1].startswith("-") or int(match[2]) < 1:
-            raise UserError(f"{launch.hostfile}:{number}: {content!r} is invalid; expected NAME slots=8")
+            raise UserError(f"{launch.hostfile}:{number}: {content!r} is invalid; it must be NAME slots=8")
         if any(host.name == match[1] for host in hosts):
             raise UserError(f"{launch.hostfile}:{number}: {match[1]} is listed twice; give all its slots on one line")
         hosts.append(Host(match[1], int(match[2])))

@@ -47,7 +47,7 @@ def _parse_corpus_split(value: Any) -> Any:
     try:
         train, valid, test = (float(part) for part in value.split(","))
     except ValueError:
-        raise PydanticCustomError("split", "expected three fractions such as 0.9,0.05,0.05, or none") from None
+        raise PydanticCustomError("split", "it must be three fractions such as 0.9,0.05,0.05, or none") from None
     return [train, valid, test]
 
 

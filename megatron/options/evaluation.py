@@ -121,7 +121,7 @@ def _parse_depths(parts: Any) -> Any:
         return sorted({float(part) for part in parts})
     except (TypeError, ValueError):
         raise PydanticCustomError(
-            "depths", "expected fractions from 0 to 1 (0,0.5,1) or a number of depths (11)"
+            "depths", "it must be fractions from 0 to 1 (0,0.5,1) or a number of depths (11)"
         ) from None
 
 

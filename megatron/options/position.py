@@ -76,7 +76,7 @@ def _check_layers(value: Any, kind: str, is_valid: Callable[[Any], bool]) -> Any
         raise PydanticCustomError("by_layer", f"it must be {kind}, or a list of such values, which repeats over layers")
     if not value:
         raise PydanticCustomError(
-            "by_layer", "expected a value for each layer, or a pattern that repeats over the layers"
+            "by_layer", "it must be a value for each layer, or a pattern that repeats over the layers"
         )
     for number, item in enumerate(value, start=1):
         if not is_valid(item):

@@ -24,7 +24,13 @@ class ConfigSection(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False, protected_namespaces=()
+        defer_build=True,  # a command validates few sections, and building a validator takes milliseconds
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )
 
     @field_validator("*", mode="before")

@@ -26,7 +26,6 @@ pass of the feed-forward layer.
 
 from dataclasses import dataclass
 
-from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.options.model import (
     GATED_ACTIVATIONS,
@@ -39,7 +38,7 @@ from megatron.options.model import (
     get_qk_norm,
 )
 from megatron.planning.attention_memory import ATTENTION_MEMORY
-from megatron.planning.model_costs import count_temperature_parameters, plan_encoding, plan_processor
+from megatron.planning.model_costs import PlannedLayer
 from megatron.planning.row_block_memory import AttentionShape
 
 BYTES_PER_ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -73,7 +72,7 @@ class LayerActivations:
 
 
 def estimate_layer_activations(
-    config: Config,
+    layer: PlannedLayer,
     sizes: ParallelSizes,
     backend: str | None = None,
     context_rank: int = 0,
@@ -82,18 +81,18 @@ def estimate_layer_activations(
     """Estimate the activation memory of one layer.
 
     Args:
-        config: resolved configuration whose layers are all alike (`model_costs.count_layer_types`).
+        layer: layer of a resolved configuration.
         sizes: sizes of the mesh.
         backend: attention backend; overrides the configuration's.
         context_rank: index of the rank in its context-parallel group (ranks differ by one block).
         gpu_bytes: device memory.
     """
-    estimator = _LayerEstimator(config, sizes, backend, context_rank, gpu_bytes)
+    estimator = _LayerEstimator(layer, sizes, backend, context_rank, gpu_bytes)
     attention = estimator.attention
     outside = estimator.estimate_norm_bytes() + estimator.estimate_mlp_bytes() + estimator.estimate_dropout_mask_bytes()
     inside = estimator.estimate_projection_bytes() + attention.saved_bytes + attention.saved_map_bytes
     saved_maps, workspace_maps, again = attention.saved_map_bytes, attention.workspace_map_bytes, 0
-    if config.model.checkpoint_activations == "selective":
+    if layer.config.model.checkpoint_activations == "selective":
         kept = estimator.estimate_linear_bytes()
         inside, again = kept, max(inside - kept, 0)
         saved_maps, workspace_maps = 0, workspace_maps + saved_maps
@@ -115,13 +114,14 @@ def estimate_layer_activations(
 
 class _LayerEstimator:
     def __init__(
-        self, config: Config, sizes: ParallelSizes, backend: str | None, context_rank: int, gpu_bytes: int
+        self, layer: PlannedLayer, sizes: ParallelSizes, backend: str | None, context_rank: int, gpu_bytes: int
     ) -> None:
+        config = layer.config
         model = config.model
         self.model, self.sizes = model, sizes
-        self.encoding, self.processor = plan_encoding(config.position), plan_processor(config.position)
+        self.encoding, self.processor = layer.encoding, layer.processor
         self.scales_queries = config.position.temperature != "none"
-        self.learns_scale = count_temperature_parameters(model, config.position) > 0
+        self.learns_scale = layer.num_temperature_parameters > 0
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.hidden_size, self.ffn_size = model.hidden_size, get_ffn_hidden_size(model)

@@ -23,16 +23,9 @@ The backend that `auto` selects depends on a self-check on the GPU; without one 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from megatron.attention.backends.backend import find_unsupported_method
-from megatron.config.schema import Config
+from megatron.attention.backends.backend import find_unsupported_feature, list_method_features
 from megatron.options.model import get_head_dim
-from megatron.planning.model_costs import (
-    PlannedEncoding,
-    PlannedProcessor,
-    count_layer_types,
-    plan_encoding,
-    plan_processor,
-)
+from megatron.planning.model_costs import PlannedEncoding, PlannedModel, PlannedProcessor
 from megatron.planning.row_block_memory import (
     AttentionMemory,
     AttentionShape,
@@ -238,9 +231,10 @@ def estimate_triton(shape: AttentionShape) -> AttentionMemory:
 
 def estimate_auto(shape: AttentionShape) -> AttentionMemory:
     """Estimate the memory of the backend that `auto` uses before a self-check on the GPU finds a faster one."""
-    can_fuse = supports_sdpa(
+    features = list_planned_features(
         shape.encoding, shape.processor, has_softcap=shape.has_softcap, softmax_type=shape.softmax_type
     )
+    can_fuse = find_unsupported_feature("sdpa", features) is None
     return estimate_sdpa(shape) if can_fuse else estimate_row_blocks(shape)
 
 
@@ -256,45 +250,21 @@ ATTENTION_MEMORY: Mapping[str, Callable[[AttentionShape], AttentionMemory]] = {
 """Memory estimators by the value of `attention_backend`."""
 
 
-def supports_sdpa(
+def list_planned_features(
     encoding: PlannedEncoding,
     processor: PlannedProcessor | None,
     *,
     has_softcap: bool = False,
     softmax_type: str = "vanilla",
-) -> bool:
-    """Return True if PyTorch's fused attention supports a method."""
-    return _can_compute("sdpa", encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type)
-
-
-def supports_triton(
-    encoding: PlannedEncoding,
-    processor: PlannedProcessor | None,
-    head_dim: int,
-    *,
-    has_softcap: bool = False,
-    softmax_type: str = "vanilla",
-) -> bool:
-    """Return True if the kernels support a method, at least in part."""
-    fits = head_dim * encoding.count_qk_numbers() <= MAX_HEAD_DIM and (
-        processor is None or processor.width <= MAX_PROCESSOR_WIDTH
-    )
-    return fits and _can_compute("triton", encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type)
-
-
-def _can_compute(
-    backend: str, encoding: PlannedEncoding, processor: PlannedProcessor | None, *, has_softcap: bool, softmax_type: str
-) -> bool:
-    processor_facts = None if processor is None else processor.facts
-    reason = find_unsupported_method(
-        backend,
+) -> frozenset[str]:
+    """List the features of a method's scores, which decide which backends support it."""
+    return list_method_features(
         encoding.facts,
-        processor_facts=processor_facts,
+        processor_facts=None if processor is None else processor.facts,
         has_softcap=has_softcap,
         softmax_type=softmax_type,
         options=encoding.options,
     )
-    return reason is None
 
 
 def list_backends(
@@ -305,30 +275,27 @@ def list_backends(
     has_softcap: bool = False,
     softmax_type: str = "vanilla",
 ) -> list[str]:
-    """List the backends that support a method on a GPU, `auto` first."""
-    names = ["auto"]
-    if supports_triton(encoding, processor, head_dim, has_softcap=has_softcap, softmax_type=softmax_type):
-        names.append("triton")
-    if _can_compute("flex", encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type):
-        names.append("flex")
-    names += ["chunked", "eager"]
-    return (
-        [*names, "sdpa"]
-        if supports_sdpa(encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type)
-        else names
+    """List the backends that support a method on a GPU, at least in part, `auto` first."""
+    features = list_planned_features(encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type)
+    fits_kernels = head_dim * encoding.count_qk_numbers() <= MAX_HEAD_DIM and (
+        processor is None or processor.width <= MAX_PROCESSOR_WIDTH
     )
+    names = ("auto", "triton", "flex", "chunked", "eager", "sdpa")
+    supported = [name for name in names if find_unsupported_feature(name, features) is None]
+    return [name for name in supported if name != "triton" or fits_kernels]
 
 
-def list_common_backends(config: Config) -> list[str]:
-    """List the backends that support every layer of a configuration on a GPU, `auto` first."""
-    of_kinds = [
+def list_common_backends(planned: PlannedModel) -> list[str]:
+    """List the backends that support every layer of a model on a GPU, `auto` first."""
+    model = planned.config.model
+    of_types = [
         list_backends(
-            plan_encoding(own.position),
-            plan_processor(own.position),
-            get_head_dim(own.model),
-            has_softcap=own.model.attn_logit_softcapping is not None,
-            softmax_type=own.position.softmax,
+            layer.encoding,
+            layer.processor,
+            get_head_dim(model),
+            has_softcap=model.attn_logit_softcapping is not None,
+            softmax_type=layer.config.position.softmax,
         )
-        for own, _ in count_layer_types(config)
+        for layer in planned.layer_types
     ]
-    return [name for name in of_kinds[0] if all(name in others for others in of_kinds)]
+    return [name for name in of_types[0] if all(name in others for others in of_types)]

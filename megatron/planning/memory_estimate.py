@@ -47,8 +47,8 @@ from megatron.options.model import compute_loss_chunk_length, get_padded_vocab_s
 from megatron.planning import activations
 from megatron.planning.activations import BYTES_PER_ELEMENT, DEFAULT_GPU_BYTES
 from megatron.planning.model_costs import (
+    PlannedModel,
     count_layer_parameters,
-    count_layer_types,
     count_rank_parameters,
     list_distinct_pipeline_stages,
     list_layer_matrices,
@@ -157,7 +157,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: Config,
+    planned: PlannedModel,
     sizes: ParallelSizes,
     vocab_size: int,
     *,
@@ -168,18 +168,18 @@ def estimate_memory(
     """Estimate the memory of a layout on one GPU.
 
     Args:
-        config: configuration resolved by `megatron.training.resolve_run` (batch sizes and ZeRO stage).
+        planned: model of a configuration resolved by `megatron.training.resolve_run` (batch sizes and ZeRO stage).
         sizes: sizes of the mesh.
         vocab_size: vocabulary size of the tokenizer.
         backend: attention backend; overrides the configuration's.
         pipeline_stage: index of the pipeline stage; the one with the highest memory if None.
         gpu_bytes: device memory, by which kernels size their workspace.
-
-    Raises:
-        UserError: the position encoding or the score processor declares no costs.
     """
-    stages = list_distinct_pipeline_stages(config, sizes.pipeline) if pipeline_stage is None else [pipeline_stage]
-    estimates = [_StageMemory(config, sizes, vocab_size, backend, stage, gpu_bytes).estimate() for stage in stages]
+    if pipeline_stage is None:
+        stages = list_distinct_pipeline_stages(planned.config, sizes.pipeline)
+    else:
+        stages = [pipeline_stage]
+    estimates = [_StageMemory(planned, sizes, vocab_size, backend, stage, gpu_bytes).estimate() for stage in stages]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
@@ -188,45 +188,45 @@ class _StageMemory:
 
     def __init__(
         self,
-        config: Config,
+        planned: PlannedModel,
         sizes: ParallelSizes,
         vocab_size: int,
         backend: str | None,
         pipeline_stage: int,
         gpu_bytes: int,
     ) -> None:
+        config = planned.config
         model = config.model
         self.config, self.sizes, self.stage = config, sizes, pipeline_stage
-        self.num_parameters = count_rank_parameters(config, sizes, vocab_size, pipeline_stage)
-        stage = Axis(pipeline_stage, sizes.pipeline)
-        kinds = count_layer_types(config, stage)
-        self.layer_parameters = max(count_layer_parameters(own, sizes.tensor) for own, _ in kinds)
+        self.num_parameters = count_rank_parameters(planned, sizes, vocab_size, pipeline_stage)
+        types = planned.count_layer_types(Axis(pipeline_stage, sizes.pipeline))
+        self.layer_parameters = max(count_layer_parameters(layer, sizes.tensor) for layer, _ in types)
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
         self.micro_batch_size = config.training.train_micro_batch_size_per_gpu
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
         self.hidden_bytes = self.num_tokens * model.hidden_size * self.bytes_per_element
         self.local_vocab_size = get_padded_vocab_size(model, vocab_size) // sizes.tensor
         self.is_first, self.is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
-        self.num_layers = sum(count for _, count in kinds)
+        self.num_layers = sum(count for _, count in types)
         self.num_micro_batches = config.training.gradient_accumulation_steps
         # 1F1B: each stage has one more micro-batch in flight than it has stages after it.
         self.num_in_flight = min(self.num_micro_batches, sizes.pipeline - pipeline_stage)
         context_ranks = {0, sizes.context - 1}  # the context ranks that differ most
         layers = [
-            [activations.estimate_layer_activations(own, sizes, backend, index, gpu_bytes) for index in context_ranks]
-            for own, _ in kinds
+            [activations.estimate_layer_activations(layer, sizes, backend, index, gpu_bytes) for index in context_ranks]
+            for layer, _ in types
         ]
 
         def get_largest(name: str) -> list[int]:
-            return [max(getattr(layer, name) for layer in of_kind) for of_kind in layers]
+            return [max(getattr(layer, name) for layer in of_type) for of_type in layers]
 
         # Layers may differ: saved memory is their mean, workspace is that of the largest.
         self.saved, self.saved_maps = (
-            -(-sum(size * count for size, (_, count) in zip(get_largest(name), kinds, strict=True)) // self.num_layers)
+            -(-sum(size * count for size, (_, count) in zip(get_largest(name), types, strict=True)) // self.num_layers)
             for name in ("saved_bytes", "saved_map_bytes")
         )
         largest = max(
-            (layer for of_kind in layers for layer in of_kind),
+            (layer for of_type in layers for layer in of_type),
             key=lambda layer: layer.workspace_bytes - layer.freed_bytes,
         )
         self.workspace, self.freed = largest.workspace_bytes, largest.freed_bytes
@@ -234,8 +234,8 @@ class _StageMemory:
         self.largest_saved, self.largest_maps = max(get_largest("saved_bytes")), max(get_largest("saved_map_bytes"))
         self.input_bytes = layers[0][0].input_bytes
         # Layers with the same window share their masks.
-        shared = zip(kinds, get_largest("shared_bytes"), strict=True)
-        self.shared_bytes = sum({own.position.window: size for (own, _), size in shared}.values())
+        shared = zip(types, get_largest("shared_bytes"), strict=True)
+        self.shared_bytes = sum({layer.config.position.window: size for (layer, _), size in shared}.values())
 
     def estimate(self) -> MemoryEstimate:
         """Estimate all phases of a step."""

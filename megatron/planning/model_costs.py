@@ -62,41 +62,23 @@ class PlannedProcessor:
     facts: MethodFacts
     cost: ProcessorCost
     options: MethodOptions
-
-    @property
-    def width(self) -> int:
-        """Channels between the two convolutions."""
-        return self.cost.width(self.options)
-
-    @property
-    def left_context(self) -> int:
-        """Columns that it reads to the left of a row's first visible one."""
-        return self.cost.left_context(self.options)
+    width: int
+    """Channels between the two convolutions."""
+    left_context: int
+    """Columns that it reads to the left of a row's first visible one."""
+    preceding_rows: int
+    """Rows that it reads above a row."""
+    num_head_maps: int
+    """float32 feature maps saved per head."""
+    num_sequence_maps: int
+    """float32 feature maps saved for all heads together."""
+    changes_weights: bool
+    """True if it changes the weights after the softmax."""
 
     @property
     def kernel_size(self) -> int:
         """Kernel size of the two convolutions along the keys."""
         return 2 * self.left_context + 1
-
-    @property
-    def preceding_rows(self) -> int:
-        """Rows that it reads above a row."""
-        return self.cost.preceding_rows(self.options)
-
-    @property
-    def num_head_maps(self) -> int:
-        """float32 feature maps saved per head."""
-        return self.cost.num_head_maps(self.options)
-
-    @property
-    def num_sequence_maps(self) -> int:
-        """float32 feature maps saved for all heads together."""
-        return self.cost.num_sequence_maps(self.options)
-
-    @property
-    def changes_weights(self) -> bool:
-        """True if it changes the weights after the softmax."""
-        return self.cost.changes_weights(self.options)
 
     def flops_per_score(self, dims: AttentionDims) -> float:
         """Return the forward FLOPs per score, over all heads, without those of a bias, which sequences share."""
@@ -107,26 +89,77 @@ class PlannedProcessor:
         return self.cost.num_parameters(dims, self.options, has_bias)
 
 
-def count_layer_types(config: Config, pipeline_stage: Axis | None = None) -> list[tuple[Config, int]]:
-    """Return the distinct layers of a model or pipeline stage, in order of first occurrence.
+@dataclass(frozen=True)
+class PlannedLayer:
+    """Layer of one type, with the declared costs of its methods."""
 
-    Each comes as a configuration in which all layers are alike, and the number of such layers.
+    config: Config
+    """Configuration in which all layers are like this one."""
+    encoding: PlannedEncoding
+    processor: PlannedProcessor | None
+    num_encoding_parameters: int
+    """Parameters of one encoding, shared by all layers or owned by each."""
+    num_processor_parameters: int
+    num_temperature_parameters: int
 
-    Without patterns that is `config` itself. The search stops when the patterns repeat, so a million layers cost
-    nothing.
-    """
-    position, num_layers = config.position, config.model.num_layers
-    layers = range(num_layers) if pipeline_stage is None else get_pipeline_layer_range(num_layers, pipeline_stage)
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """Model of a configuration, with the declared costs of its methods, which are read once."""
+
+    config: Config
+    layers: tuple[PlannedLayer, ...]
+    """Layers until their patterns repeat; equal layers are the same object."""
+
+    @property
+    def layer_types(self) -> list[PlannedLayer]:
+        """Distinct layers, in order of first occurrence."""
+        return [layer for layer, _ in self.count_layer_types()]
+
+    def count_layer_types(self, pipeline_stage: Axis | None = None) -> list[tuple[PlannedLayer, int]]:
+        """Return the distinct layers of the model or a pipeline stage, in order of first occurrence, and their numbers.
+
+        The search stops when the patterns repeat, so a million layers cost nothing.
+        """
+        num_layers, period = self.config.model.num_layers, len(self.layers)
+        layers = range(num_layers) if pipeline_stage is None else get_pipeline_layer_range(num_layers, pipeline_stage)
+        counts: dict[int, int] = {}
+        for layer in layers[:period]:
+            key = id(self.layers[layer % period])
+            counts[key] = counts.get(key, 0) + len(range(layer, layers.stop, period))
+        types = {id(layer): layer for layer in self.layers}
+        return [(types[key], count) for key, count in counts.items()]
+
+
+def plan_model(config: Config) -> PlannedModel:
+    """Read the declared costs of a configuration's methods. Raises UserError if the file of one declares none."""
+    position = config.position
     if not position.list_patterns():
-        return [(config, len(layers))]
-    period = min(position.period, num_layers)
-    positions = list_layer_positions(position, period)
-    counts: dict[int, int] = {}
-    for layer in layers[:period]:
-        key = id(positions[layer % period])
-        counts[key] = counts.get(key, 0) + len(range(layer, layers.stop, period))
-    kinds = {id(own): own for own in positions}
-    return [(config.model_copy(update={"position": kinds[key]}), count) for key, count in counts.items()]
+        return PlannedModel(config, (plan_layer(config),))
+    positions = list_layer_positions(position, min(position.period, config.model.num_layers))
+    types = {id(own): own for own in positions}
+    layers = {key: plan_layer(config.model_copy(update={"position": own})) for key, own in types.items()}
+    return PlannedModel(config, tuple(layers[id(own)] for own in positions))
+
+
+def plan_layer(config: Config) -> PlannedLayer:
+    """Read the declared costs of the methods of a configuration whose layers are all alike.
+
+    Raises UserError if the file of a method declares none.
+    """
+    model, position = config.model, config.position
+    encoding, processor, dims = plan_encoding(position), plan_processor(position), build_attention_dims(model)
+    num_processor_parameters = 0
+    if processor is not None:
+        num_processor_parameters = processor.count_parameters(dims, has_bias=encoding.facts.adds_bias)
+    return PlannedLayer(
+        config,
+        encoding,
+        processor,
+        num_encoding_parameters=encoding.cost.num_parameters(dims, encoding.options),
+        num_processor_parameters=num_processor_parameters,
+        num_temperature_parameters=_count_temperature_parameters(model, position),
+    )
 
 
 def list_distinct_pipeline_stages(config: Config, num_stages: int) -> list[int]:
@@ -155,9 +188,19 @@ def plan_processor(position: PositionOptions) -> PlannedProcessor | None:
     if position.processor == "none":
         return None
     facts = _read_facts("score_processor", position.processor, list_processors, read_processor_facts, ProcessorCost)
-    assert isinstance(facts.cost, ProcessorCost)
-    options = facts.fill_options(position.score_processor_options)
-    return PlannedProcessor(facts, facts.cost, options)
+    cost, options = facts.cost, facts.fill_options(position.score_processor_options)
+    assert isinstance(cost, ProcessorCost)
+    return PlannedProcessor(
+        facts,
+        cost,
+        options,
+        width=cost.width(options),
+        left_context=cost.left_context(options),
+        preceding_rows=cost.preceding_rows(options),
+        num_head_maps=cost.num_head_maps(options),
+        num_sequence_maps=cost.num_sequence_maps(options),
+        changes_weights=cost.changes_weights(options),
+    )
 
 
 def _read_facts(
@@ -180,21 +223,7 @@ def _read_facts(
     return facts
 
 
-def count_encoding_parameters(model: ModelOptions, position: PositionOptions) -> int:
-    """Return the number of parameters of one encoding, shared by all layers or owned by each."""
-    encoding = plan_encoding(position)
-    return encoding.cost.num_parameters(build_attention_dims(model), encoding.options)
-
-
-def count_processor_parameters(model: ModelOptions, position: PositionOptions) -> int:
-    """Return the number of parameters of one layer's processor."""
-    processor = plan_processor(position)
-    if processor is None:
-        return 0
-    return processor.count_parameters(build_attention_dims(model), has_bias=plan_encoding(position).facts.adds_bias)
-
-
-def count_temperature_parameters(model: ModelOptions, position: PositionOptions) -> int:
+def _count_temperature_parameters(model: ModelOptions, position: PositionOptions) -> int:
     """Return the number of parameters of one layer's temperature. Raises UserError as `plan_encoding`."""
     key, name = "attention_temperature", position.temperature
     if name == "none":
@@ -240,14 +269,12 @@ def count_layer_norms(model: ModelOptions) -> int:
     return 4 if model.norm_placement == "sandwich" else 2
 
 
-def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
+def count_layer_parameters(layer: PlannedLayer, tensor_parallel_size: int) -> int:
     """Return the parameters of one layer on one tensor-parallel rank.
 
     Matrices are sharded; parameters added after their all-reduce are not.
-
-    config: configuration whose layers are all alike (`count_layer_types`).
     """
-    model, position = config.model, config.position
+    model, position = layer.config.model, layer.config.position
     hidden_size, ffn_size = model.hidden_size, get_ffn_hidden_size(model)
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
     norm_parameters = hidden_size * len(list_norm_parameters(model, model.norm))
@@ -263,45 +290,46 @@ def count_layer_parameters(config: Config, tensor_parallel_size: int) -> int:
     replicated_biases = (hidden_size if model.use_bias_in_attn_linear else 0) + (
         hidden_size if model.use_bias_in_mlp else 0
     )
-    own_encoding_parameters = count_encoding_parameters(model, position) if position.pos_emb_per_layer else 0
     return (
         (matrices + sharded_biases) // tensor_parallel_size
         + replicated_biases
         + total_norm_parameters
-        + own_encoding_parameters
-        + count_processor_parameters(model, position)
-        + count_temperature_parameters(model, position)
+        + (layer.num_encoding_parameters if position.pos_emb_per_layer else 0)
+        + layer.num_processor_parameters
+        + layer.num_temperature_parameters
         + (model.num_attention_heads if position.softmax == "learnable" else 0)
     )
 
 
-def count_rank_parameters(config: Config, sizes: ParallelSizes, vocab_size: int, pipeline_stage: int = 0) -> int:
+def count_rank_parameters(planned: PlannedModel, sizes: ParallelSizes, vocab_size: int, pipeline_stage: int = 0) -> int:
     """Return the parameters of a rank in a pipeline stage, before ZeRO shards them.
 
     A tied embedding is in the first and last stage. An encoding that all layers share is in every stage, unless it only
     adds to the embeddings.
     """
-    model, position = config.model, config.position
+    model = planned.config.model
     is_first, is_last = pipeline_stage == 0, pipeline_stage == sizes.pipeline - 1
     embedding_parameters = get_padded_vocab_size(model, vocab_size) * model.hidden_size // sizes.tensor
     stage = Axis(pipeline_stage, sizes.pipeline)
     count = sum(
-        num_layers * count_layer_parameters(own, sizes.tensor) for own, num_layers in count_layer_types(config, stage)
+        num_layers * count_layer_parameters(layer, sizes.tensor)
+        for layer, num_layers in planned.count_layer_types(stage)
     )
-    # Every stage has all shared encodings, including those of layers in other stages.
-    shared = {} if position.pos_emb_per_layer else {own.position.encoding: own for own, _ in count_layer_types(config)}
-    for own in shared.values():
-        if is_first or not plan_encoding(own.position).facts.only_adds_embeddings:
-            count += count_encoding_parameters(model, own.position)
+    if not planned.config.position.pos_emb_per_layer:
+        # Every stage has all shared encodings, including those of layers in other stages.
+        shared = {layer.encoding.facts.name: layer for layer in planned.layers}
+        for layer in shared.values():
+            if is_first or not layer.encoding.facts.only_adds_embeddings:
+                count += layer.num_encoding_parameters
     if is_last:
         count += model.hidden_size * len(list_norm_parameters(model, model.norm))
     is_tied = not model.no_weight_tying
     return count + embedding_parameters * ((is_first or (is_last and is_tied)) + (is_last and not is_tied))
 
 
-def count_parameters(config: Config, vocab_size: int) -> int:
+def count_parameters(planned: PlannedModel, vocab_size: int) -> int:
     """Return the number of parameters of the model, each counted once."""
-    return count_rank_parameters(config, ParallelSizes(), vocab_size)
+    return count_rank_parameters(planned, ParallelSizes(), vocab_size)
 
 
 TRAINING_TO_FORWARD_RATIO = 3
@@ -330,13 +358,13 @@ class ForwardFlops:
         )
 
 
-def estimate_forward_flops(config: Config, vocab_size: int, pipeline_stage: Axis | None = None) -> ForwardFlops:
-    """Estimate the FLOPs of a configuration's forward pass at its training length.
+def estimate_forward_flops(planned: PlannedModel, vocab_size: int, pipeline_stage: Axis | None = None) -> ForwardFlops:
+    """Estimate the FLOPs of a model's forward pass at its training length.
 
     pipeline_stage: pipeline stage whose layers are counted; all if None.
     """
-    kinds = count_layer_types(config, pipeline_stage)
-    each = [(_estimate_layer_flops(own, vocab_size), count) for own, count in kinds]
+    types = planned.count_layer_types(pipeline_stage)
+    each = [(estimate_layer_flops(layer, vocab_size), count) for layer, count in types]
     (first, _), num_layers = each[0], sum(count for _, count in each)
     if len(each) == 1:
         return first
@@ -347,16 +375,16 @@ def estimate_forward_flops(config: Config, vocab_size: int, pipeline_stage: Axis
     )
 
 
-def _estimate_layer_flops(config: Config, vocab_size: int) -> ForwardFlops:
-    """Estimate the FLOPs of a model whose layers are all alike."""
-    model, position = config.model, config.position
+def estimate_layer_flops(layer: PlannedLayer, vocab_size: int) -> ForwardFlops:
+    """Estimate the FLOPs of a model whose layers are all like this one."""
+    model, position = layer.config.model, layer.config.position
     hidden_size, ffn_size, seq_length = model.hidden_size, get_ffn_hidden_size(model), model.seq_length
     fc1_size = ffn_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
     max_keys = min(position.window or seq_length, seq_length)
     keys_per_token = (
         max_keys - max_keys * (max_keys - 1) / 2 / seq_length
     )  # keys that a token sees: the mean of min(i + 1, window)
-    encoding, processor_cost = plan_encoding(position), plan_processor(position)
+    encoding, processor = layer.encoding, layer.processor
     return ForwardFlops(
         linear=2.0
         * hidden_size
@@ -373,9 +401,7 @@ def _estimate_layer_flops(config: Config, vocab_size: int) -> ForwardFlops:
             + 2.0 * encoding.cost.num_products(encoding.options, keys_per_token)
         )
         + 2.0 * encoding.cost.num_input_products(build_attention_dims(model), encoding.options),
-        processor=0.0
-        if processor_cost is None
-        else processor_cost.flops_per_score(build_attention_dims(model)) * keys_per_token,
+        processor=0.0 if processor is None else processor.flops_per_score(build_attention_dims(model)) * keys_per_token,
         output=2.0 * get_padded_vocab_size(model, vocab_size) * hidden_size,
         num_layers=model.num_layers,
     )

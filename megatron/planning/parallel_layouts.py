@@ -16,6 +16,7 @@ from megatron.config.validation import check_config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.training import ACCUMULATION_KEY, GLOBAL_BATCH_KEY, MICRO_BATCH_KEY
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
+from megatron.planning.model_costs import PlannedModel, plan_model
 from megatron.planning.step_time import Cluster, StepTime, estimate_step_time
 from megatron.utils.errors import UserError
 
@@ -27,16 +28,21 @@ MAX_MICRO_BATCH = 128
 class ParallelLayout:
     """Configuration in one layout, with its estimated memory."""
 
-    config: Config
+    planned: PlannedModel
     sizes: ParallelSizes
     memory: MemoryEstimate
     vocab_size: int
     cluster: Cluster
 
+    @property
+    def config(self) -> Config:
+        """Configuration with the layout's keys."""
+        return self.planned.config
+
     @cached_property
     def step_time(self) -> StepTime:
         """Estimated time of a step; computed on first access, since layouts that do not fit never need it."""
-        return estimate_step_time(self.config, self.sizes, self.vocab_size, self.cluster)
+        return estimate_step_time(self.planned, self.sizes, self.vocab_size, self.cluster)
 
     @property
     def config_keys(self) -> dict[str, Any]:
@@ -131,14 +137,9 @@ def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[
 def _build_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout:
     check_config(config)
     sizes = resolve_mesh_shape(config, cluster.num_gpus)
-    config = resolve_batch_size(resolve_zero(config)[0], sizes.data)
-    return ParallelLayout(
-        config,
-        sizes,
-        estimate_memory(config, sizes, vocab_size, gpu_bytes=cluster.gpu_bytes),
-        vocab_size,
-        cluster,
-    )
+    planned = plan_model(resolve_batch_size(resolve_zero(config)[0], sizes.data))
+    memory = estimate_memory(planned, sizes, vocab_size, gpu_bytes=cluster.gpu_bytes)
+    return ParallelLayout(planned, sizes, memory, vocab_size, cluster)
 
 
 def fit_config_to_cluster(cluster: Cluster, config: Config) -> Config:

@@ -27,15 +27,9 @@ from megatron.config.schema import Config
 from megatron.config.stages import Stage, list_stage_configs, resolve_ranks
 from megatron.distributed.mesh import ParallelSizes
 from megatron.planning.activations import DEFAULT_GPU_BYTES
-from megatron.planning.attention_memory import ATTENTION_MEMORY, list_common_backends, supports_sdpa
+from megatron.planning.attention_memory import ATTENTION_MEMORY, list_common_backends
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
-from megatron.planning.model_costs import (
-    count_layer_types,
-    count_parameters,
-    estimate_forward_flops,
-    plan_encoding,
-    plan_processor,
-)
+from megatron.planning.model_costs import PlannedModel, count_parameters, estimate_forward_flops, plan_model
 from megatron.planning.parallel_layouts import (
     ParallelLayout,
     build_configured_layout,
@@ -80,23 +74,24 @@ class StepTimeRange:
 
 
 def estimate_measured_range(
-    config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
+    planned: PlannedModel, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
 ) -> StepTimeRange | None:
     """Return the range of step times by measured overheads, or None if the processor has no measured steps.
 
     Args: the same as `estimate_step_time`.
     """
+    config = planned.config
     processors = [name for name in config.position.processors if name != "none"]
     if len(processors) != 1 or (overhead := MEASURED_OVERHEADS.get(processors[0])) is None:
         return None
-    planned = estimate_step_time(config, sizes, vocab_size, cluster, backend=backend).total
+    with_processor = estimate_step_time(planned, sizes, vocab_size, cluster, backend=backend).total
     own = config.position.score_processor
     plain = ["none"] * len(own) if isinstance(own, list) else "none"
     without = config.replace(score_processor=plain, score_processor_options={})
-    base = estimate_step_time(without, sizes, vocab_size, cluster, backend=backend).total
-    extra = max(0.0, planned - base)
+    base = estimate_step_time(plan_model(without), sizes, vocab_size, cluster, backend=backend).total
+    extra = max(0.0, with_processor - base)
     low, high = base + overhead.low * extra, base + overhead.high * extra
-    return StepTimeRange(low, high, planned / base, low / base, high / base, processors[0], overhead.source)
+    return StepTimeRange(low, high, with_processor / base, low / base, high / base, processors[0], overhead.source)
 
 
 SECONDS_PER_DAY = 86400
@@ -130,7 +125,7 @@ class PlannedStage:
 class Plan:
     """Plan of a configuration; for a staged run, of the stage with the highest memory."""
 
-    config: Config
+    planned: PlannedModel
     cluster: Cluster
     vocab_size: int
     configured_layout: ParallelLayout | None
@@ -151,6 +146,11 @@ class Plan:
     """Configuration as words of a shell command."""
 
     @property
+    def config(self) -> Config:
+        """Configuration as requested."""
+        return self.planned.config
+
+    @property
     def detailed_layout(self) -> ParallelLayout | None:
         """Layout of the memory table: the configured one, or the best, or the smallest."""
         return self.configured_layout or (self.fitting_layouts[0] if self.fitting_layouts else self.smallest_layout)
@@ -158,26 +158,17 @@ class Plan:
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the model, each counted once."""
-        return count_parameters(self.config, self.vocab_size)
+        return count_parameters(self.planned, self.vocab_size)
 
     @property
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward pass, per token."""
-        return estimate_forward_flops(self.config, self.vocab_size).training_flops_per_token
+        return estimate_forward_flops(self.planned, self.vocab_size).training_flops_per_token
 
     @property
     def supports_sdpa(self) -> bool:
         """True if PyTorch's fused attention supports the configuration's method."""
-        has_softcap = self.config.model.attn_logit_softcapping is not None
-        return all(
-            supports_sdpa(
-                plan_encoding(own.position),
-                plan_processor(own.position),
-                has_softcap=has_softcap,
-                softmax_type=own.position.softmax,
-            )
-            for own, _ in count_layer_types(self.config)
-        )
+        return "sdpa" in list_common_backends(self.planned)
 
     @property
     def rehearse_command(self) -> str:
@@ -197,17 +188,17 @@ class Plan:
         return {
             name: BackendEstimate(
                 estimate_memory(
-                    layout.config, layout.sizes, self.vocab_size, backend=name, gpu_bytes=self.cluster.gpu_bytes
+                    layout.planned, layout.sizes, self.vocab_size, backend=name, gpu_bytes=self.cluster.gpu_bytes
                 ),
-                estimate_step_time(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
-                estimate_measured_range(layout.config, layout.sizes, self.vocab_size, self.cluster, backend=name),
+                estimate_step_time(layout.planned, layout.sizes, self.vocab_size, self.cluster, backend=name),
+                estimate_measured_range(layout.planned, layout.sizes, self.vocab_size, self.cluster, backend=name),
             )
-            for name in list_common_backends(layout.config)
+            for name in list_common_backends(layout.planned)
         }
 
     def estimate_measured(self, layout: ParallelLayout) -> StepTimeRange | None:
         """Return the range of a layout's step times by measured overheads of its score processor."""
-        return estimate_measured_range(layout.config, layout.sizes, self.vocab_size, self.cluster)
+        return estimate_measured_range(layout.planned, layout.sizes, self.vocab_size, self.cluster)
 
     def fits_gpu(self, layout: ParallelLayout) -> bool:
         """Return True if a layout leaves a tenth of the GPU's memory free."""
@@ -279,11 +270,9 @@ def make_plan(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
     if config.training.stages:
         return _plan_stages(config, vocab_size, cluster)
     checked_backend = read_checked_backend(config)
-    requested = config
+    requested = plan_model(config)  # an unknown cost is an error of the whole plan, not of one layout
     if checked_backend in ATTENTION_MEMORY:  # row blocks have no backend name; the planner's `auto` uses them
         config = config.replace(attention_backend=checked_backend)
-    for own, _ in count_layer_types(config):
-        plan_encoding(own.position)  # an unknown cost is an error of the whole plan, not of one layout
     fit_config_to_cluster(cluster, config)
     configured_layout, config_error = None, None
     try:
@@ -349,10 +338,10 @@ def find_largest_stage(
 ) -> Stage:
     """Return the stage of a run with the highest memory; among equal ones the last.
 
-    Raises UserError as `estimate_memory`.
+    Raises UserError as `plan_model`.
     """
 
     def count_bytes(stage: Stage) -> tuple[int, int]:
-        return estimate_memory(stage.config, sizes, vocab_size, gpu_bytes=gpu_bytes).total, stage.index
+        return estimate_memory(plan_model(stage.config), sizes, vocab_size, gpu_bytes=gpu_bytes).total, stage.index
 
     return max(stages, key=count_bytes)

@@ -40,7 +40,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 
-from megatron.config.schema import Config
 from megatron.distributed.hardware import GpuSpec
 from megatron.distributed.mesh import Axis, ParallelSizes
 from megatron.options.model import MAX_LOGITS, get_kv_hidden_size, get_padded_vocab_size
@@ -49,13 +48,13 @@ from megatron.planning.activations import BYTES_PER_ELEMENT
 from megatron.planning.memory_estimate import MUON_MATRICES_AT_ONCE
 from megatron.planning.model_costs import (
     TRAINING_TO_FORWARD_RATIO,
+    PlannedModel,
     Shapes,
-    count_layer_types,
     count_rank_parameters,
     estimate_forward_flops,
+    estimate_layer_flops,
     list_distinct_pipeline_stages,
     list_layer_weights,
-    plan_processor,
 )
 
 LINK_EFFICIENCY = 0.75
@@ -105,25 +104,23 @@ class StepTime:
 
 
 def estimate_step_time(
-    config: Config, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
+    planned: PlannedModel, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
 ) -> StepTime:
     """Estimate the time of one step of a layout.
 
     Args:
-        config: configuration with resolved batch sizes (`megatron.config.execution.resolve_batch_size`).
+        planned: model of a configuration with resolved batch sizes (`megatron.config.execution.resolve_batch_size`).
         sizes: sizes of the mesh.
         vocab_size: vocabulary size of the tokenizer.
         cluster: cluster to run on.
         backend: attention backend; overrides the configuration's.
-
-    Raises:
-        UserError: the position encoding or the score processor declares no costs.
     """
+    config = planned.config
     training = config.training
     num_micro_batches, global_batch_size = training.gradient_accumulation_steps, training.train_batch_size or 0
     peak_tflops = config.logging.peak_tflops or cluster.gpu.get_peak_tflops(training.compute_dtype)
     pipeline_stages = list_distinct_pipeline_stages(config, sizes.pipeline)
-    stages = [_StageEstimator(config, sizes, vocab_size, cluster, stage, backend) for stage in pipeline_stages]
+    stages = [_StageEstimator(planned, sizes, vocab_size, cluster, stage, backend) for stage in pipeline_stages]
     flops_per_second = cluster.mfu * peak_tflops * 1e12
     compute_seconds, estimate_communication_seconds = max(
         ((stage.count_flops() / flops_per_second, stage.estimate_communication_seconds()) for stage in stages),
@@ -138,7 +135,7 @@ def estimate_step_time(
     )
     total = total_compute_seconds + bubble_seconds + total_communication_seconds
     useful_flops = (
-        estimate_forward_flops(config, vocab_size).training_flops_per_token
+        estimate_forward_flops(planned, vocab_size).training_flops_per_token
         * global_batch_size
         * config.model.seq_length
     )
@@ -215,18 +212,18 @@ def count_muon_work(
 class _StageEstimator:
     def __init__(
         self,
-        config: Config,
+        planned: PlannedModel,
         sizes: ParallelSizes,
         vocab_size: int,
         cluster: Cluster,
         pipeline_stage: int,
         backend: str | None,
     ) -> None:
-        self.backend = backend
+        config, self.backend = planned.config, backend
         self.config, self.sizes, self.cluster, self.pipeline_stage = config, sizes, cluster, pipeline_stage
         stage = Axis(pipeline_stage, sizes.pipeline)
-        self.forward_flops = estimate_forward_flops(config, vocab_size, stage)
-        self.layer_types = count_layer_types(config, stage)
+        self.forward_flops = estimate_forward_flops(planned, vocab_size, stage)
+        self.layer_types = planned.count_layer_types(stage)
         self.num_layers = sum(count for _, count in self.layer_types)
         self.num_tokens = config.training.train_micro_batch_size_per_gpu * config.model.seq_length // sizes.context
         self.bytes_per_element = BYTES_PER_ELEMENT[config.training.compute_dtype]
@@ -236,22 +233,21 @@ class _StageEstimator:
         """Recomputed forward passes: of whole layers, and of attention."""
         logits = self.num_tokens * get_padded_vocab_size(config.model, vocab_size) // sizes.tensor
         self.num_recomputed_logits = 1 if logits > MAX_LOGITS else 0
-        has_processor = [plan_processor(own.position) is not None for own, _ in self.layer_types]
-        self.num_processors = sum(count for has, (_, count) in zip(has_processor, self.layer_types, strict=True) if has)
-        self.num_parameters = count_rank_parameters(config, sizes, vocab_size, pipeline_stage)
+        self.num_processors = sum(count for layer, count in self.layer_types if layer.processor is not None)
+        self.num_parameters = count_rank_parameters(planned, sizes, vocab_size, pipeline_stage)
 
     def count_flops(self) -> float:
         """Return the FLOPs of one rank for one micro-batch, including recomputation."""
         tensor, forward = self.sizes.tensor, self.forward_flops
         num_passes = TRAINING_TO_FORWARD_RATIO + self.num_recomputed_passes
         layer_flops = 0.0
-        for own, count in self.layer_types:
+        for layer, count in self.layer_types:
             num_score_passes = (
                 TRAINING_TO_FORWARD_RATIO
                 + self.num_attention_passes
-                + activations.estimate_layer_activations(own, self.sizes, self.backend).recomputed_fraction
+                + activations.estimate_layer_activations(layer, self.sizes, self.backend).recomputed_fraction
             )
-            score_flops = self.forward_flops if len(self.layer_types) == 1 else estimate_forward_flops(own, 1)
+            score_flops = self.forward_flops if len(self.layer_types) == 1 else estimate_layer_flops(layer, 1)
             layer_flops += count * (
                 forward.linear * num_passes / tensor
                 + (score_flops.attention + score_flops.processor) * num_score_passes / tensor

@@ -99,7 +99,7 @@ class RankResult:
     warnings: list[str] = field(default_factory=list)
     """Warnings of the project's code, including fallbacks."""
     miscompiled_kernels: list[str] = field(default_factory=list)
-    """Project kernels that ptxas miscompiled (`megatron/kernels/uniform_registers.py`), checked by the first rank."""
+    """Project kernels that ptxas miscompiled (`find_uninitialized_reads`), checked by the first rank."""
     checkpoint: dict[str, int] | None = None
     """Bytes of a checkpoint: weights, states, and temporary shards during the save."""
     seconds: float = 0.0

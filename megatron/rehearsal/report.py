@@ -18,6 +18,7 @@ from megatron.distributed.mesh import DIMENSION_ORDER
 from megatron.launch.slurm import build_training_job, render_batch_script
 from megatron.planning.attention_memory import ATTENTION_MEMORY
 from megatron.planning.memory_estimate import estimate_memory
+from megatron.planning.model_costs import plan_model
 from megatron.planning.parallel_layouts import build_configured_layout
 from megatron.planning.step_time import Cluster
 from megatron.rehearsal.rehearse import RESUME, TRAIN, RankTrace, Rehearsal
@@ -135,7 +136,7 @@ class RehearsalReport:
         backend = self.rehearsal.train_traces[rank].result.attention_backend  # passed its self-check
         try:
             return estimate_memory(
-                run.config,
+                plan_model(run.config),
                 run.sizes,
                 run.vocab_size,
                 backend=backend if backend in ATTENTION_MEMORY else None,  # `auto` means row blocks

@@ -66,7 +66,7 @@ def choose_roles(sizes: ParallelSizes, selection: str | Sequence[int] = "roles")
     else:
         chosen = sorted(set(selection))
         if outside := [rank for rank in chosen if not 0 <= rank < sizes.world_size]:
-            raise UserError(f"--ranks {outside[0]}: expected 0 to {sizes.world_size - 1}")
+            raise UserError(f"--ranks {outside[0]}: it must be from 0 to {sizes.world_size - 1}")
     represented: dict[int, list[int]] = {rank: [] for rank in chosen}
     for stage in list_stages(sizes):
         candidates = [rank for rank in stage if rank in represented]
@@ -98,7 +98,7 @@ def parse_rank_selection(text: str) -> str | list[int]:
         first, dash, last = part.strip().partition("-")
         numbers = [first, last] if dash else [first]
         if not all(number.isdecimal() and len(number) <= 4 for number in numbers) or int(numbers[0]) > int(numbers[-1]):
-            raise UserError(f"--ranks {text!r}: expected roles, all, or ranks such as 0,5,60-63")
+            raise UserError(f"--ranks {text!r}: it must be roles, all, or ranks such as 0,5,60-63")
         ranks += range(int(first), int(last or first) + 1)
     return ranks
 

@@ -152,11 +152,11 @@ def _check_output_page(output: Path) -> None:
     }
     if output.suffix not in checks:
         raise UserError(
-            f"--output {output}: expected a name ending in .html, .htm, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
+            f"--output {output}: it must be a name ending in .html, .htm, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
             f"results.csv is already next to {RESULTS_FILE}"
         )
     if output.is_dir():
-        raise UserError(f"--output {output}: expected a file, not a folder")
+        raise UserError(f"--output {output}: it must be a file, not a folder")
     check_folder("--output", output.parent)
     check_no_foreign_files("--output", [output], checks[output.suffix])
 
@@ -165,9 +165,9 @@ def _check_figure(figure: Path) -> None:
     """Check that the folder of the figures exists and that their format is known. Raises UserError otherwise."""
     if figure.suffix not in FIGURE_SUFFIXES:
         suffixes = " or ".join(FIGURE_SUFFIXES)
-        raise UserError(f"--figure {figure}: expected a name ending in {suffixes}, the formats of vector graphics")
+        raise UserError(f"--figure {figure}: it must be a name ending in {suffixes}, the formats of vector graphics")
     if figure.is_dir():
-        raise UserError(f"--figure {figure}: expected a file, not a folder")
+        raise UserError(f"--figure {figure}: it must be a file, not a folder")
     check_folder("--figure", figure.parent)
 
 

@@ -159,9 +159,9 @@ def _read_leaderboard(content: dict[str, Any] | None) -> Leaderboard | None:
     ablations = tuple(Ablation(**ablation) for ablation in content["ablations"])
     names = [content["baseline"], *(name for each in ablations for name in (each.name, each.method, each.base))]
     if not all(isinstance(name, str) for name in names):
-        raise ValueError("leaderboard: expected method names to be strings")
+        raise ValueError("leaderboard: method names must be strings")
     if type(content["num_shown"]) is not int or content["num_shown"] < 0:
-        raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}; expected an integer of at least 0")
+        raise ValueError(f"leaderboard: num_shown is {content['num_shown']!r}; it must be an integer of at least 0")
     plan = None
     if (planned := content.get("plan")) is not None:  # missing in files of earlier versions
         plan = LeaderboardPlan(*(tuple(planned[name]) for name in ("methods", "seeds", "benchmarks")))

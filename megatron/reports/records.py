@@ -243,7 +243,7 @@ def record_from_row(row: dict[str, Any]) -> Record:
     """
     metric_names = [name for name in METRICS if name in row]
     if len(metric_names) > 1:
-        raise UserError(f"values of {' and '.join(metric_names)}; expected one metric per record")
+        raise UserError(f"values of {' and '.join(metric_names)}; a record must have one metric")
     file_names = _get_file_field_names(metric_names[0]) if metric_names else {}
     fields = {file_name: field for field, file_name in file_names.items()}
     columns = _list_file_columns(metric_names or METRICS)
@@ -331,10 +331,10 @@ def read_records(path: str | Path) -> list[Record]:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except ValueError as error:
         if not text.strip():
-            raise UserError(f"{path}: the file is empty; expected a list of records") from error
+            raise UserError(f"{path}: the file is empty; it must be a list of records") from error
         raise UserError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, list):
-        raise UserError(f"{path}: expected a list of records, not {_get_json_type_name(content)}")
+        raise UserError(f"{path}: it must be a list of records, not {_get_json_type_name(content)}")
     return [_parse_record(path, index, item) for index, item in enumerate(content, start=1)]
 
 
@@ -358,7 +358,7 @@ def format_records_csv(records: Sequence[Record]) -> str:
 
 def _parse_record(path: Path, index: int, item: Any) -> Record:
     if not isinstance(item, dict):
-        raise UserError(f"{path}: record {index}: expected an object, not {_get_json_type_name(item)}")
+        raise UserError(f"{path}: record {index}: it must be an object, not {_get_json_type_name(item)}")
     try:
         return record_from_row(item)
     except UserError as error:
@@ -441,7 +441,7 @@ def read_failures(results_path: Path) -> list[RunFailure]:
     try:
         rows: Any = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(rows, list):
-            raise TypeError("expected a list of objects")
+            raise TypeError("it must be a list of objects")
         return [RunFailure(**row) for row in rows]
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a list of failed runs ({error})") from error

@@ -375,7 +375,9 @@ def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, An
             continue
         keys = document.values["sweep"]
         if not isinstance(keys, dict):
-            raise UserError(f"{document.locate(('sweep',))}: sweep is {format_value(keys)}; expected a mapping of keys")
+            raise UserError(
+                f"{document.locate(('sweep',))}: sweep is {format_value(keys)}; it must be a mapping of keys"
+            )
         for name in keys.keys() & values.keys():
             if values[name] != keys[name]:
                 old, new = setters[name].locate(("sweep", name)), document.locate(("sweep", name))

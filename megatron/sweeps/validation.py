@@ -140,7 +140,7 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
         where = f"{locate(('sweep', 'part'))}: sweep.part"
         words = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.part)
         if words is None or int(words[1]) > int(words[2]):
-            yield f"{where} is {shorten_text(options.part)!r}; expected PART/PARTS, from 1/2 and 2/2 for two machines"
+            yield f"{where} is {shorten_text(options.part)!r}; it must be PART/PARTS, from 1/2 and 2/2 for two machines"
         if options.records is None:
             yield f"{where} needs sweep.records, the folder in which machines share their records"
     if options.records is not None and options.branches:
@@ -186,7 +186,7 @@ def _find_seed_problems(keys: dict[str, Any], location: str) -> Iterator[str]:
     is_valid = isinstance(seeds, list) and seeds and all(type(s) is int and 0 <= s <= MAX_SEED for s in seeds)
     if not is_valid or len(set(seeds)) < len(seeds):
         given = shorten_text(str(seeds))
-        yield f"{location}: seeds is {given}; expected a list of distinct integers, each at least 0"
+        yield f"{location}: seeds is {given}; it must be a list of distinct integers, each at least 0"
 
 
 def _find_variant_problems(
@@ -213,7 +213,7 @@ def _find_branch_problems(options: SweepOptions, locate: Callable[[KeyPath], str
         try:
             branch = BranchOptions.model_validate(value)
         except ValidationError:
-            problems.append(f"{locate(path)}: branch is {value}; expected {{variant: NAME, step: STEP}}")
+            problems.append(f"{locate(path)}: branch is {value}; it must be {{variant: NAME, step: STEP}}")
             continue
         if branch.variant not in options.variants:
             near = format_choices(branch.variant, options.variants)

@@ -32,7 +32,7 @@ from megatron.options.output import CheckpointOptions
 from megatron.planning.activations import DEFAULT_GPU_BYTES
 from megatron.planning.attention_memory import list_common_backends
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
-from megatron.planning.model_costs import count_parameters, list_layer_matrices
+from megatron.planning.model_costs import PlannedModel, count_parameters, list_layer_matrices, plan_model
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_bytes
 
@@ -72,52 +72,48 @@ def check_memory(
             continue
         name = f"stage {stage.index + 1} of {len(stages)}: " if len(stages) > 1 else ""
         try:
-            if config.launch.device == "cuda" and hardware.gpu_memory is not None:
-                yield from _check_gpu_memory(stage.config, hardware.gpu_memory, sizes, vocab_size, name)
-            _check_host_memory(stage.config, hardware, sizes, vocab_size, name, ranks_on_node)
-        except _UnknownMethodError:
+            planned = plan_model(stage.config)
+        except UserError:  # the memory use of a method is unknown
             return
-
-
-class _UnknownMethodError(Exception):
-    """Raised if the memory use of the position encoding or the score processor is unknown."""
+        if config.launch.device == "cuda" and hardware.gpu_memory is not None:
+            yield from _check_gpu_memory(planned, hardware.gpu_memory, sizes, vocab_size, name)
+        if hardware.memory is not None:
+            _check_host_memory(planned, hardware.memory, sizes, vocab_size, name, ranks_on_node)
 
 
 def _check_gpu_memory(
-    config: Config, gpu_memory: int, sizes: ParallelSizes, vocab_size: int, name: str
+    planned: PlannedModel, gpu_memory: int, sizes: ParallelSizes, vocab_size: int, name: str
 ) -> Iterator[str]:
     ends = {0, sizes.pipeline - 1}  # no other stage needs less
-    least = [_estimate_least(config, sizes, vocab_size, end, gpu_memory) for end in ends]
+    least = [_estimate_least(planned, sizes, vocab_size, end, gpu_memory) for end in ends]
     estimate = max(least, key=count_certain_bytes)
     if (needed := count_certain_bytes(estimate)) > gpu_memory:
         raise UserError(
-            f"{name}{_describe_size(config)}: a rank needs at least {format_bytes(needed)} of GPU memory "
+            f"{name}{_describe_size(planned.config)}: a rank needs at least {format_bytes(needed)} of GPU memory "
             f"({format_bytes(estimate.weights)} of weights, {format_bytes(estimate.optimizer)} of optimizer states), "
             f"but a GPU has {format_bytes(gpu_memory)}; find layouts that fit with `./deepy.py plan`, or "
             f"{START_ANYWAY_HINT}",
             "num_layers" if estimate.weights + estimate.optimizer > gpu_memory else "seq_length",
         )
-    planned = estimate_memory(config, sizes, vocab_size, gpu_bytes=gpu_memory)
-    if not planned.fits(gpu_memory / 2**30):
+    plan = estimate_memory(planned, sizes, vocab_size, gpu_bytes=gpu_memory)
+    if not plan.fits(gpu_memory / 2**30):
         yield (
-            f"{name}memory may run out: the plan for a rank is {format_bytes(planned.total)}, more than 90% "
+            f"{name}memory may run out: the plan for a rank is {format_bytes(plan.total)}, more than 90% "
             f"of a GPU's {format_bytes(gpu_memory)}"
         )
 
 
 def _check_host_memory(
-    config: Config,
-    hardware: LocalHardware,
+    planned: PlannedModel,
+    memory: int,
     sizes: ParallelSizes,
     vocab_size: int,
     name: str,
     ranks_on_node: int,
 ) -> None:
-    if hardware.memory is None:
-        return
-    if config.launch.device == "cpu":
+    if planned.config.launch.device == "cpu":
         by_stage = [
-            count_certain_bytes(_estimate_least(config, sizes, vocab_size, stage, None))
+            count_certain_bytes(_estimate_least(planned, sizes, vocab_size, stage, None))
             for stage in range(sizes.pipeline)
         ]
         # The pipeline stages of this machine are known only if it runs all of them.
@@ -125,20 +121,17 @@ def _check_host_memory(
         needed = sum(by_stage) * ranks_on_node // sizes.pipeline if is_whole else min(by_stage) * ranks_on_node
         key, work = "num_layers", "training takes"
     else:
-        try:
-            built = BYTES_PER_BUILT_PARAMETER * count_parameters(config, vocab_size) * ranks_on_node // sizes.world_size
-            offloaded = ranks_on_node * count_offloaded_bytes(config, sizes, vocab_size)
-        except UserError as error:
-            raise _UnknownMethodError from error
+        built = BYTES_PER_BUILT_PARAMETER * count_parameters(planned, vocab_size) * ranks_on_node // sizes.world_size
+        offloaded = ranks_on_node * count_offloaded_bytes(planned.config, sizes, vocab_size)
         needed, key, work = max(
             (built, "num_layers", "building the model takes"),
             (offloaded, "zero_optimization", "offload_optimizer takes"),
         )
-    if needed > hardware.memory:
+    if needed > memory:
         processes = "1 process" if ranks_on_node == 1 else f"{ranks_on_node} processes"
         raise UserError(
-            f"{name}{_describe_size(config)}: {work} at least {format_bytes(needed)} of this machine's memory for its "
-            f"{processes}, but it has {format_bytes(hardware.memory)}; {START_ANYWAY_HINT}",
+            f"{name}{_describe_size(planned.config)}: {work} at least {format_bytes(needed)} of this machine's memory "
+            f"for its {processes}, but it has {format_bytes(memory)}; {START_ANYWAY_HINT}",
             key,
         )
 
@@ -152,26 +145,23 @@ def _describe_size(config: Config) -> str:
 
 
 def _estimate_least(
-    config: Config, sizes: ParallelSizes, vocab_size: int, pipeline_stage: int, gpu_memory: int | None
+    planned: PlannedModel, sizes: ParallelSizes, vocab_size: int, pipeline_stage: int, gpu_memory: int | None
 ) -> MemoryEstimate:
     """Estimate the memory of the cheapest backend. `gpu_memory` is None on a CPU."""
-    try:
-        backends: list[str] = [config.model.attention_backend]
-        if config.model.attention_backend == "auto" or gpu_memory is None:
-            backends = list_common_backends(config)
-        estimates = [
-            estimate_memory(
-                config,
-                sizes,
-                vocab_size,
-                backend=backend,
-                pipeline_stage=pipeline_stage,
-                gpu_bytes=gpu_memory or DEFAULT_GPU_BYTES,
-            )
-            for backend in backends
-        ]
-    except UserError as error:
-        raise _UnknownMethodError from error
+    backends: list[str] = [planned.config.model.attention_backend]
+    if backends == ["auto"] or gpu_memory is None:
+        backends = list_common_backends(planned)
+    estimates = [
+        estimate_memory(
+            planned,
+            sizes,
+            vocab_size,
+            backend=backend,
+            pipeline_stage=pipeline_stage,
+            gpu_bytes=gpu_memory or DEFAULT_GPU_BYTES,
+        )
+        for backend in backends
+    ]
     if gpu_memory is None:
         estimates = [estimate.drop_score_matrices() for estimate in estimates]
     return min(estimates, key=count_certain_bytes)
@@ -183,13 +173,13 @@ def count_certain_bytes(estimate: MemoryEstimate) -> int:
 
 
 def count_offloaded_bytes(config: Config, sizes: ParallelSizes, vocab_size: int) -> int:
-    """Return the bytes of a rank's optimizer states in host memory. Raises UserError like `estimate_memory`."""
+    """Return the bytes of a rank's optimizer states in host memory. Raises UserError as `plan_model`."""
     zero = config.training.zero_optimization
     if zero.offload_optimizer.device == "none":
         return 0
     values = zero.replace(offload_optimizer={"device": "none"}, offload_param={"device": "none"})
     config = config.replace(zero_optimization=values.model_dump(exclude_unset=True))
-    return estimate_memory(config, sizes, vocab_size, pipeline_stage=0).optimizer
+    return estimate_memory(plan_model(config), sizes, vocab_size, pipeline_stage=0).optimizer
 
 
 def find_start_step(options: CheckpointOptions) -> int:
@@ -233,7 +223,7 @@ def estimate_checkpoint_size(config: Config, vocab_size: int) -> CheckpointSize:
     Raises:
         UserError: if the memory use of the position encoding or the score processor is unknown.
     """
-    parameters = count_parameters(config, vocab_size)
+    parameters = count_parameters(plan_model(config), vocab_size)
     matrices = config.model.num_layers * sum(list_layer_matrices(config.model))
     one_moment = {"AdamW": 0, "Lion": parameters, "Muon": matrices}[config.optimizer.optimizer.algorithm]
     weights = BYTES_PER_STORED_VALUE * parameters

@@ -23,6 +23,7 @@ from megatron.distributed.launcher_environment import describe_job
 from megatron.distributed.mesh import Axis, ParallelSizes, get_pipeline_layer_range
 from megatron.options.model import get_ffn_hidden_size
 from megatron.planning.memory_estimate import estimate_memory
+from megatron.planning.model_costs import plan_model
 from megatron.training.check_resources import find_start_step
 from megatron.training.metrics import measure_matmul_tflops
 from megatron.training.pipeline import compute_bubble
@@ -214,7 +215,7 @@ def describe_memory_error(config: Config, world_size: int, error: BaseException)
     try:
         sizes, stages = resolve_mesh_shape(config, world_size), build_stages(config)
         stage = find_stage(stages, find_start_step(config.checkpoint))
-        planned = estimate_memory(stage.config, sizes, read_vocabulary(config.data).size).total
+        planned = estimate_memory(plan_model(stage.config), sizes, read_vocabulary(config.data).size).total
         training, model = stage.config.training, stage.config.model
         name = f"stage {stage.index + 1} of {len(stages)} of this run" if len(stages) > 1 else "this run"
         line += (

@@ -125,7 +125,7 @@ def write_bytes_atomically(path: str | Path, content: bytes, *, must_be_new: boo
     """
     path = Path(path)
     if path.is_dir():
-        raise UserError(f"{path}: is a folder; expected the path of a file")
+        raise UserError(f"{path}: is a folder; it must be the path of a file")
     # A process ID is not unique, because hosts may share the folder.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:

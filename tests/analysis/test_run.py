@@ -237,7 +237,7 @@ def test_every_picture_is_drawn_in_both_widths(place: Path, corpus: Path, monkey
 
 
 WRONG = [
-    ({"runs": []}, "no run given; expected a run folder, or a configuration with --config"),
+    ({"runs": []}, "no run given; give a run folder, or a configuration with --config"),
     ({"runs": ["runs/none"]}, "runs/none"),
     ({"only": ["kernel"]}, "unknown analysis 'kernel'; did you mean kernels\\? choose from attention_entropy"),
     ({"layers": [2]}, "--layers: 2 does not exist; layers are numbered from 0 to 1"),

@@ -47,7 +47,7 @@ def test_folders_without_a_run_are_reported(run: Path, tmp_path: Path) -> None:
     for path, message in (
         (tmp_path / "nowhere", "no such folder"),
         (tmp_path, "this folder has no checkpoint but contains runs that do"),
-        (run / "checkpoints" / layout.format_checkpoint_name(2), "is a checkpoint; expected the run's folder"),
+        (run / "checkpoints" / layout.format_checkpoint_name(2), "is a checkpoint; it must be the run's folder"),
     ):
         with pytest.raises(UserError, match=message):
             run_status.print_checkpoints(path, verify=False, as_json=False)

@@ -84,7 +84,7 @@ def test_damage_is_named(corpus: Path, tmp_path: Path) -> None:
     broken(weights, weights.read_bytes()[:1000], "model.safetensors: cannot be read")
     broken(config, None, "damaged: config.yml is missing")
     wider = config.read_text().replace("hidden_size: 32", "hidden_size: 64").encode()
-    broken(config, wider, r"has shape \[.*32.*\], expected \[.*64")
+    broken(config, wider, r"has shape \[.*32.*\]; it must be \[.*64")
     more = config.read_text().replace("num_layers: 2", "num_layers: 3").encode()
     broken(config, more, r"lacks decoder\.layers\.2.* missing, 0 unknown")
     fewer = config.read_text().replace("num_layers: 2", "num_layers: 1").encode()

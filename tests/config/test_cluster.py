@@ -8,6 +8,7 @@ from megatron.config.execution import resolve_mesh_shape
 from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.planning.memory_estimate import estimate_memory
+from megatron.planning.model_costs import plan_model
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.project import SHIPPED_CONFIGS
 from tools.docs.parallel_page import (
@@ -48,7 +49,7 @@ def test_configurations_in_the_table_fit(model: str, overlay: str, gpus: int, gi
             config.replace(num_gpus=gpus, device="cuda"), LocalHardware(num_gpus=0, num_cores=2), dry_run=True
         )
         assert from_afar.config.training == on_site.config.training
-        found = estimate_memory(on_site.config, resolve_mesh_shape(on_site.config, gpus), GPT2_VOCABULARY)
+        found = estimate_memory(plan_model(on_site.config), resolve_mesh_shape(on_site.config, gpus), GPT2_VOCABULARY)
         assert found.fits(gib), found
         if method == METHOD:
             assert found.total / 2**30 == pytest.approx(estimate, abs=0.051)

@@ -386,7 +386,7 @@ def test_precision_switches_agree_with_the_precision_key(write):
 def test_a_pipe_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", "/dev/null", "/dev/zero"):
-        with pytest.raises(UserError, match=rf"^{path}: is a pipe or a device; expected a file$"):
+        with pytest.raises(UserError, match=rf"^{path}: is a pipe or a device; it must be a file$"):
             load_config([path])
 
 

@@ -187,7 +187,7 @@ def test_the_code_of_a_tokenizer(tmp_path: Path) -> None:
 
 def test_exports_that_cannot_be_refreshed_are_rejected(tmp_path: Path) -> None:
     folder = write_export(tmp_path, {"pos_emb": "kerple_log"})
-    with pytest.raises(UserError, match="nowhere: no such folder; expected an export"):
+    with pytest.raises(UserError, match="nowhere: no such folder; give the folder of an export"):
         refresh_export.refresh_export(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"run: not an export: config\.json is missing"):
         refresh_export.refresh_export(tmp_path / "run")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import prepare
+from corpora import prepare, validate
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -228,7 +228,7 @@ def test_paths_without_a_corpus_are_rejected(dataset: Dataset, texts: Path, tmp_
         ),
     ]:
         with pytest.raises(UserError, match=message) as error:
-            list_dataset_slices(DataOptions(**keys), "train")
+            list_dataset_slices(validate(DataOptions(**keys)), "train")
         assert "\n" not in str(error.value)
     only_train = prepare([str(texts)], tmp_path / "train", split=(1, 0, 0))
     with pytest.raises(UserError, match=r"valid_data_paths: the corpus .* it has data for train_data_paths"):

@@ -307,7 +307,7 @@ def test_errors_in_workers_arrive_as_they_are(many, tmp_path):
     lines = many.read_text().splitlines()
     lines[2000] = '{"text": 5}'
     many.write_text("\n".join(lines))
-    with pytest.raises(UserError, match=r"many\.jsonl:2001: 'text' is a number; expected a string; --skip-bad N"):
+    with pytest.raises(UserError, match=r"many\.jsonl:2001: 'text' is a number; it must be a string; --skip-bad N"):
         prepare([str(many)], tmp_path / "out", workers=2)
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["many.jsonl"]
 

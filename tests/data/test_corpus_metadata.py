@@ -85,7 +85,7 @@ def train_on(folder, cache=None):
         ("tokenizer/eod", "x", r"tokenizer\.eod is 'x'; "),
         ("tokenizer/eod", 3, r"tokenizer\.eod is 3, but the tokenizer's files give "),
         ("tokenizer/eod", DELETE, r"tokenizer\.eod is missing"),
-        ("tokenizer/files", ["../../etc/passwd"], r"tokenizer: files are \['\.\./\.\./etc/passwd'\]; expected for "),
+        ("tokenizer/files", ["../../etc/passwd"], r"tokenizer: files are \['\.\./\.\./etc/passwd'\]; for "),
         ("tokenizer/files", {}, r"tokenizer\.files is \{\}; it must be a valid list"),
         ("tokenizer/checksum", "abc", r"tokenizer\.checksum is 'abc'; it must match pattern"),
         ("tokenizer/name", 5, r"tokenizer\.name is 5; it must be a valid string"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from corpora import prepare
+from corpora import prepare, validate
 from full_disk import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -226,7 +226,7 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
         ({"data_path": prefix[:-3]}, r"no dataset .*text_docum: .* are missing; datasets there: .*bytes/text_document"),
     ]:
         with pytest.raises(UserError, match=message) as error:
-            read_vocabulary(DataOptions(**options))
+            read_vocabulary(validate(DataOptions(**options)))
         assert "\n" not in str(error.value)
 
 
@@ -258,7 +258,7 @@ def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
         ),
     ]:
         with pytest.raises(UserError, match=message) as error:
-            build(DataOptions(**options, **words), train=4)
+            build(validate(DataOptions(**options, **words)), train=4)
         assert "\n" not in str(error.value)
     with pytest.raises(RunError, match=r"cut\.bin: truncated: 99 bytes"):
         build(DataOptions(train_data_paths=[cut], **words), train=4)

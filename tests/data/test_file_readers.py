@@ -82,7 +82,7 @@ def test_unreadable_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write(path, table())
         for column, message in (
             ("texts", rf"{name}: no column 'texts'; did you mean text\? choose from text, id \(--column\)"),
-            ("id", rf"{name}: column 'id' has type int64; expected text"),
+            ("id", rf"{name}: column 'id' has type int64; it must be text"),
         ):
             with pytest.raises(UserError, match=message):
                 decoded(path, column)

@@ -236,7 +236,7 @@ def test_a_limit_fetches_no_more(
 def test_rows_that_are_no_text_are_named(tmp_path: Path, stream: Stream) -> None:
     pytest.importorskip("datasets", reason="requirements-eval.txt is not installed")
     stream.rows[30] = 5
-    with pytest.raises(UserError, match=r"hf:a, row 31: column 'text' has type int; expected text \(--column\)"):
+    with pytest.raises(UserError, match=r"hf:a, row 31: column 'text' has type int; it must be text \(--column\)"):
         prepare(["hf:a"], tmp_path / "out")
     with pytest.raises(UserError, match=r"hf:a, row 1: no column 'body'; choose from text \(--column\)"):
         prepare(["hf:a"], tmp_path / "out", column="body")

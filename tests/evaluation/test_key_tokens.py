@@ -170,7 +170,7 @@ def test_key_tokens_fit_one_text_and_one_choice_of_windows(tmp_path: Path, runni
             {"protocol": "strided", "targets": None, "windows": None, "stride": 5},
             "different protocol: last in the file, ",
         ),
-        ({"lengths": [27], "find_key_tokens": True, "key_tokens": missing}, "expected two lengths"),
+        ({"lengths": [27], "find_key_tokens": True, "key_tokens": missing}, "give two lengths"),
     ):
         with pytest.raises(UserError, match=message):
             long_perplexity(running_mean, Options(**{**KEYS, "key_tokens": path, **choices}))

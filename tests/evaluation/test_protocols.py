@@ -122,7 +122,7 @@ def test_nonoverlapping_windows_match_the_largest_length() -> None:
     ("arguments", "message"),
     [
         ({"stream_length": 2048, "lengths": [64, 2048]}, r"has 2,048 tokens, too few .* 2,048 needs 2,049"),
-        ({"stream_length": 999, "lengths": []}, "expected at least one"),
+        ({"stream_length": 999, "lengths": []}, "give at least one"),
         ({"stream_length": 999, "lengths": [0]}, "0 is not valid"),
         ({"stream_length": 999, "lengths": [32]}, "32 is shorter than the 64 targets"),
         ({"stream_length": 999, "lengths": [64], "protocol": "sliding"}, "choose from last, nonoverlapping"),

@@ -206,7 +206,7 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
     assert evaluated([run], [8], data="fox.txt")[0].value == found.value
     foreign = make_run("runs/foreign", tokenizer="HFTokenizer-0123456789ab")
     for data, message in (
-        ("fox.md", r"fox.md: expected suffix \.txt, \.jsonl"),
+        ("fox.md", r"fox.md: its suffix must be \.txt, \.jsonl"),
         ("empty.txt", "empty.txt: no text found"),
         ("nothing.txt", r"nothing.txt: not found; --data expects a file \(.txt"),
     ):

@@ -249,7 +249,7 @@ def test_a_task_can_be_evaluated_with_other_options() -> None:
     learned = build_task_eval(EvaluationOptions(lengths=[64], windows=300), [of])
     assert asked.digest != learned.digest
     for text, why in (
-        ("ignore", "'ignore': expected OPTION=VALUE"),
+        ("ignore", "'ignore': it must be OPTION=VALUE"),
         ("ignor=1.0", "has no option 'ignor'; did you mean ignore"),
         ("ignore=2.0", "task_options.ignore is 2.0"),
     ):

@@ -111,7 +111,7 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
     ("ask", "reported"),
     [
         (lambda model: model.score("1 2", 64), "the text has 2 tokens; a window of 64 needs 65"),
-        (lambda model: model.score(TEXT, 16, stride=17), "stride is 17; expected an integer from 1 to 16"),
+        (lambda model: model.score(TEXT, 16, stride=17), "stride is 17; it must be an integer from 1 to 16"),
         (lambda model: model.score([1, 2.5, 3], 1), "a list of tokens, which are integers from 0 to 60"),
         (lambda model: model.score([1, 99, 3], 1), "a list of tokens, which are integers from 0 to 60"),
         (lambda model: model.generate("1", top_p=3), "top_p is 3; it must be at most 1"),
@@ -121,27 +121,27 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
             "there is no option foo; choose from maximum_tokens, temperature, top_k, top_p, seed, stop, batch_size",
         ),
         (lambda model: model.generate("1", stop=""), "stop is ''; it must be a list"),
-        (lambda model: model.generate(None), "prompt is None; expected a string or a list of strings"),
-        (lambda model: model.generate([1, 2]), "prompt is 1; expected a string"),
+        (lambda model: model.generate(None), "prompt is None; it must be a string or a list of strings"),
+        (lambda model: model.generate([1, 2]), "prompt is 1; it must be a string"),
         (lambda model: model.decode([99]), "a list of tokens, which are integers from 0 to 60"),
-        (lambda model: model.score(TEXT, 6.5), "length is 6.5; expected an integer of at least 1"),
-        (lambda model: model.score(TEXT, True), "length is True; expected an integer"),
+        (lambda model: model.score(TEXT, 6.5), "length is 6.5; it must be an integer of at least 1"),
+        (lambda model: model.score(TEXT, True), "length is True; it must be an integer"),
         (lambda model: model.score([[1, 2], [3]]), "a list of tokens, which are integers from 0 to 60"),
-        (lambda model: model.attention_maps("1 2", 0), "layers is 0; expected a list of layer indices"),
-        (lambda model: model.attention_maps("1 2", [0.5]), "a layer is 0.5; expected an integer"),
-        (lambda model: model.bias_table(10**12), "length is 1000000000000; expected an integer from 1 to"),
+        (lambda model: model.attention_maps("1 2", 0), "layers is 0; it must be a list of layer indices"),
+        (lambda model: model.attention_maps("1 2", [0.5]), "a layer is 0.5; it must be an integer"),
+        (lambda model: model.bias_table(10**12), "length is 1000000000000; it must be an integer from 1 to"),
         (lambda model: farfield.load("x", precision="fp33"), "precision is fp33; did you mean fp32?"),
-        (lambda model: farfield.load("x", rope=5), "rope is 5; expected a string"),
-        (lambda model: farfield.evaluate(5), "runs is 5; expected a path, or a list of paths"),
+        (lambda model: farfield.load("x", rope=5), "rope is 5; it must be a string"),
+        (lambda model: farfield.evaluate(5), "runs is 5; it must be a path, or a list of paths"),
         (lambda model: farfield.evaluate("x", length=[5]), "there is no option length; did you mean lengths?"),
         (lambda model: farfield.analyze("x", lengths=[0]), "item 1 of lengths is 0; it must be at least 1"),
-        (lambda model: farfield.train(["x.yml"]), "files is (['x.yml'],); expected a path"),
+        (lambda model: farfield.train(["x.yml"]), "files is (['x.yml'],); it must be a path"),
         (lambda model: farfield.sweep(), "name the files of the sweep"),
         (lambda model: model.generate("1", window=3), "window is an option of farfield.load"),
-        (lambda model: model.attention_maps("1 2", [2]), "a layer is 2; expected an integer from 0 to 1"),
+        (lambda model: model.attention_maps("1 2", [2]), "a layer is 2; it must be an integer from 0 to 1"),
         (lambda model: model.attention_maps("1 2", []), "layers is empty; list layers"),
         (lambda model: model.attention_maps(""), "the text has no tokens"),
-        (lambda model: model.bias_table(0), "length is 0; expected an integer from 1 to"),
+        (lambda model: model.bias_table(0), "length is 0; it must be an integer from 1 to"),
         (lambda model: model.attention_maps(np.zeros(40_000, dtype=int)), "GiB; the limit is 4 GiB; use fewer layers"),
         (lambda model: farfield.load("nowhere"), "nowhere: no such folder"),
     ],
@@ -228,7 +228,7 @@ def test_tokens_come_as_any_sequence(model: farfield.Model) -> None:
     for sequence in (tokens, tuple(tokens), iter(tokens), np.array(tokens), torch.tensor(tokens), range(3)):
         assert model.decode(sequence)
     assert model.decode([]) == ""
-    with pytest.raises(farfield.UserError, match="tokens is 'abc'; expected a list of tokens"):
+    with pytest.raises(farfield.UserError, match="tokens is 'abc'; it must be a list of tokens"):
         model.decode("abc")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.kernels.uniform_registers import find_uninitialized_reads
+from megatron.kernels.compile import find_uninitialized_reads
 
 
 def disassemble(*instructions: str) -> str:

@@ -78,7 +78,7 @@ def test_hostfiles_have_deepspeeds_format(place: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "keys", "message"),
     [
-        ("node1 slots=8\nnode2\n", [], r"^hosts:2: 'node2' is invalid; expected NAME slots=8$"),
+        ("node1 slots=8\nnode2\n", [], r"^hosts:2: 'node2' is invalid; it must be NAME slots=8$"),
         ("node1 slots=0\n", [], r"^hosts:1: 'node1 slots=0' is invalid"),
         ("-oProxyCommand=x slots=2\n", [], r"^hosts:1: .* is invalid"),  # would be an option of ssh
         ("node1 slots=2\nnode1 slots=2\n", [], r"^hosts:2: node1 is listed twice"),

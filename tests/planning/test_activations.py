@@ -18,8 +18,10 @@ from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.kernels.cdape_attention import cpu
 from megatron.model import attention
 from megatron.model.attention import AttentionContext
-from megatron.planning import activations, row_block_memory
+from megatron.planning import row_block_memory
+from megatron.planning.activations import estimate_layer_activations
 from megatron.planning.memory_estimate import estimate_memory
+from megatron.planning.model_costs import plan_layer, plan_model
 from megatron.position.catalog import list_encodings, list_temperatures
 from megatron.position.token_range import TokenRange
 
@@ -92,7 +94,7 @@ def copied_places(monkeypatch: pytest.MonkeyPatch):
 )
 def test_saved_activations_match_the_estimate(method: str, backend: str, precision: str, length: int) -> None:
     wanted = config(length, **METHODS[method], attention_backend=backend, precision=precision)
-    assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
+    assert estimate_layer_activations(plan_layer(wanted), ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
 
@@ -102,7 +104,7 @@ def test_saved_activations_match_the_estimate(method: str, backend: str, precisi
 def test_maps_of_processors(method: str, precision: str) -> None:
     for backend in ("eager", "auto"):
         wanted = config(512, **WITH_MAPS[method], attention_backend=backend, precision=precision)
-        estimate = activations.estimate_layer_activations(wanted, ParallelSizes())
+        estimate = estimate_layer_activations(plan_layer(wanted), ParallelSizes())
         assert estimate.saved_bytes == pytest.approx(measured(wanted), rel=0.1), backend
 
 
@@ -120,7 +122,7 @@ def test_masked_documents(method: str, backend: str) -> None:
         encoding = method_of.self_attention.core_attention.encoding
         segments = compute_document_masks(segments, starts, SdpaBackend(), encoding, None, like, dropout=False)
     context = AttentionContext(segments, restarted=restart_positions(starts, torch.arange(length), cpu_device))
-    estimate = activations.estimate_layer_activations(wanted, ParallelSizes())
+    estimate = estimate_layer_activations(plan_layer(wanted), ParallelSizes())
     found = measured(wanted, attention_context=context)
     assert estimate.saved_bytes + estimate.shared_bytes == pytest.approx(found, rel=0.1)
     assert (estimate.shared_bytes > 0) == (backend == "sdpa")
@@ -133,8 +135,8 @@ def test_masked_documents(method: str, backend: str) -> None:
 def test_ranks_that_share_a_sequence(method: str, backend: str, precision: str, copied_places: None) -> None:
     wanted = config(512, **METHODS[method], attention_backend=backend, precision=precision)
     for index in range(2):
-        estimate = activations.estimate_layer_activations(
-            wanted, ParallelSizes(context=2), context_rank=index
+        estimate = estimate_layer_activations(
+            plan_layer(wanted), ParallelSizes(context=2), context_rank=index
         ).saved_bytes
         found = measured(wanted, Axis(index, 2), arguments=(method, backend) == ("cdape", "chunked"))
         assert estimate == pytest.approx(found, rel=0.1)
@@ -146,7 +148,7 @@ def test_recomputed_layers_keep_their_input_alone(method: str, backend: str) -> 
     """Recomputed layers save only their input, although row blocks are recomputed inside them."""
     wanted = config(256, **METHODS[method], checkpoint_activations=True, attention_backend=backend)
     kept = measured(wanted, arguments=(method, backend) == ("cdape", "chunked"))
-    assert activations.estimate_layer_activations(wanted, ParallelSizes()).input_bytes == pytest.approx(kept, rel=0.05)
+    assert estimate_layer_activations(plan_layer(wanted), ParallelSizes()).input_bytes == pytest.approx(kept, rel=0.05)
 
 
 @pytest.mark.parametrize("precision", TYPES)
@@ -163,7 +165,7 @@ def test_selective_recomputation_keeps_the_linear_layers_of_attention(
         config(256, **METHODS[method], attention_backend=backend, precision=precision, **keys, **recompute)
         for recompute in ({}, {"checkpoint_activations": "selective"})
     ]
-    whole, selective = (activations.estimate_layer_activations(wanted, ParallelSizes()) for wanted in found)
+    whole, selective = (estimate_layer_activations(plan_layer(wanted), ParallelSizes()) for wanted in found)
     # The saved random state of 5 KB is not an activation.
     state = torch.get_rng_state().nbytes if keys.get("attention_dropout") else 0
     assert selective.saved_bytes + state == pytest.approx(measured(found[1]), rel=0.02)
@@ -188,7 +190,7 @@ def test_selective_recomputation_keeps_the_linear_layers_of_attention(
 )
 def test_other_layers(keys: dict[str, Any], precision: str) -> None:
     wanted = config(256, pos_emb="none", precision=precision, **keys)
-    assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
+    assert estimate_layer_activations(plan_layer(wanted), ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.02
     )
 
@@ -202,7 +204,7 @@ def test_other_layers(keys: dict[str, Any], precision: str) -> None:
 def test_grouped_queries(method: str, backend: str, groups: int, precision: str) -> None:
     keys = {"attention_backend": backend, "precision": precision, "num_kv_heads": groups, "use_bias_in_qkv": True}
     wanted = config(256, **METHODS.get(method, {"pos_emb": "none"}), **keys, use_bias_in_attn_linear=False)
-    assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
+    assert estimate_layer_activations(plan_layer(wanted), ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
 
@@ -220,7 +222,7 @@ def test_normalized_queries_and_keys_and_capped_scores(
         keys = {"num_kv_heads": groups, "head_dim": 32, "attn_logit_softcapping": cap, "norm": "rmsnorm"}
         wanted = config(256, **METHODS[method], attention_backend=backend, precision=precision, use_qk_layernorm=True,
                         **keys, **norm)  # fmt: skip
-        assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
+        assert estimate_layer_activations(plan_layer(wanted), ParallelSizes()).saved_bytes == pytest.approx(
             measured(wanted), rel=0.1
         )
 
@@ -228,8 +230,8 @@ def test_normalized_queries_and_keys_and_capped_scores(
 def test_ranks_that_share_a_sequence_of_grouped_queries(copied_places: None) -> None:
     wanted = config(512, **METHODS["rotary"], num_kv_heads=2, attention_backend="sdpa")
     for index in range(2):
-        estimate = activations.estimate_layer_activations(
-            wanted, ParallelSizes(context=2), context_rank=index
+        estimate = estimate_layer_activations(
+            plan_layer(wanted), ParallelSizes(context=2), context_rank=index
         ).saved_bytes
         assert estimate == pytest.approx(measured(wanted, Axis(index, 2)), rel=0.1)
 
@@ -238,7 +240,7 @@ def test_ranks_that_share_a_sequence_of_grouped_queries(copied_places: None) -> 
 @pytest.mark.parametrize("name", list_encodings())
 def test_every_encoding(name: str, precision: str) -> None:
     wanted = config(256, pos_emb=name, attention_backend="eager", precision=precision)
-    assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
+    assert estimate_layer_activations(plan_layer(wanted), ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
 
@@ -256,7 +258,7 @@ def test_scaled_queries(temperature: str, precision: str, ranks: int, request: p
         {**METHODS["kerple_log"], "attention_backend": "eager", "num_kv_heads": 2},
     ):
         wanted = config(256, **keys, attention_temperature=temperature, precision=precision)
-        estimate = activations.estimate_layer_activations(wanted, ParallelSizes(context=ranks), context_rank=ranks - 1)
+        estimate = estimate_layer_activations(plan_layer(wanted), ParallelSizes(context=ranks), context_rank=ranks - 1)
         assert estimate.saved_bytes == pytest.approx(measured(wanted, Axis(ranks - 1, ranks)), rel=0.05 * ranks)
 
 
@@ -271,13 +273,13 @@ def test_sinks_stick_breaking_and_gates(precision: str) -> None:
         {**METHODS["kerple_log"], "checkpoint_activations": "selective", "attention_output_gate": True},
     ):
         wanted = config(256, **keys, precision=precision)
-        estimate = activations.estimate_layer_activations(wanted, ParallelSizes())
+        estimate = estimate_layer_activations(plan_layer(wanted), ParallelSizes())
         assert estimate.saved_bytes == pytest.approx(measured(wanted), rel=0.05), keys
 
 
 def test_a_window_leaves_out_columns() -> None:
     wanted = config(512, **METHODS["cdape"], attention_window=100)
-    assert activations.estimate_layer_activations(wanted, ParallelSizes()).saved_bytes == pytest.approx(
+    assert estimate_layer_activations(plan_layer(wanted), ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
 
@@ -301,7 +303,7 @@ def test_the_peak_of_the_backward_pass(method: str, precision: str, batch: int) 
         output = gpt._run_layers(hidden, AttentionContext(build_segments(512)))
         tracked.most = tracked.now
         output.sum().backward()
-    estimate = activations.estimate_layer_activations(wanted, ParallelSizes())
+    estimate = estimate_layer_activations(plan_layer(wanted), ParallelSizes())
     assert estimate.saved_bytes - estimate.freed_bytes + estimate.workspace_bytes == pytest.approx(
         tracked.most, rel=tolerance
     )
@@ -330,6 +332,6 @@ def test_the_peak_of_a_whole_model(method: str, keys: dict[str, Any]) -> None:
         tokens = torch.zeros(2, 256, dtype=torch.int64)
         with Peak() as tracked:
             gpt(tokens, labels=tokens).sum().backward()
-        estimate = estimate_memory(wanted, ParallelSizes(), vocabulary)
+        estimate = estimate_memory(plan_model(wanted), ParallelSizes(), vocabulary)
         found = max(phase.activations + phase.logits + phase.workspace for phase in estimate.phases)
         assert found == pytest.approx(tracked.most, rel=0.1)

@@ -13,7 +13,11 @@ from kept import Peak
 from tiny_runs import tiny_config
 
 from megatron.attention.backends import flex, triton
-from megatron.attention.backends.backend import AttentionFormula, find_unsupported_method
+from megatron.attention.backends.backend import (
+    AttentionFormula,
+    find_unsupported_feature,
+    list_method_features,
+)
 from megatron.attention.backends.fused_processor import NativeBackend
 from megatron.attention.backends.pytorch import ChunkedBackend, SdpaBackend
 from megatron.attention.check.check_result import RECORD_FILE
@@ -114,10 +118,8 @@ def test_methods_supported_by_backends(processor_name: str, monkeypatch: pytest.
             )
             assert set(found) == {"auto", "chunked", "eager", *wanted}, name
             reasons["native"] = NativeBackend.describe_unsupported_formula(formula)
-            known = {
-                key: find_unsupported_method(key, facts, processor_facts=processor_facts, has_softcap=has_softcap)
-                for key in reasons
-            }
+            features = list_method_features(facts, processor_facts=processor_facts, has_softcap=has_softcap)
+            known = {key: find_unsupported_feature(key, features) for key in reasons}
             assert known == reasons, name
 
 

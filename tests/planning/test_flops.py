@@ -7,14 +7,14 @@ import pytest
 from models import build_model
 from tiny_runs import VOCABULARY, tiny_config
 
-from megatron.planning.model_costs import estimate_forward_flops
+from megatron.planning.model_costs import estimate_forward_flops, plan_model
 from megatron.position.catalog import list_encodings, list_processors
 
 
 def check(**keys: Any) -> None:
     config = tiny_config(Path(), **keys)
     gpt = build_model(config.model, config.position, VOCABULARY, device="meta")
-    assert estimate_forward_flops(config, VOCABULARY).training_flops_per_token == pytest.approx(
+    assert estimate_forward_flops(plan_model(config), VOCABULARY).training_flops_per_token == pytest.approx(
         gpt.count_flops_per_token(config.model.seq_length), rel=1e-12
     )
 

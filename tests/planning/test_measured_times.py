@@ -10,6 +10,7 @@ from megatron.config.schema import Config
 from megatron.distributed.hardware import get_gpu_spec
 from megatron.distributed.mesh import ParallelSizes
 from megatron.planning import plan
+from megatron.planning.model_costs import plan_model
 from megatron.planning.plan import MEASURED_OVERHEADS, estimate_measured_range, make_plan
 from megatron.planning.print_plan import print_plan
 from megatron.planning.step_time import Cluster
@@ -38,7 +39,7 @@ def test_measured_times_are_within_the_range(
     processor: str, model: str, micro: str, length: str, measured: str, planned: str, factor: str
 ) -> None:
     config = configure(NAMES[model], processor, int(micro), int(length))
-    step_range = estimate_measured_range(config, ParallelSizes(), 50257, ONE_GPU)
+    step_range = estimate_measured_range(plan_model(config), ParallelSizes(), 50257, ONE_GPU)
     assert step_range is not None
     assert step_range.planned_ratio == pytest.approx(float(planned), abs=6e-4)
     assert step_range.low_ratio - 0.005 <= float(measured) <= step_range.high_ratio + 0.005
@@ -61,7 +62,8 @@ def test_a_plan_prints_the_range_and_its_source(capsys: pytest.CaptureFixture[st
     assert layout["seconds_as_measured"]["low"] > layout["seconds"]["total"]
     print_plan(make_plan(configure("350M", "none", 32), 50257, ONE_GPU), console, 3)
     assert "measurements" not in capsys.readouterr().out
-    assert estimate_measured_range(configure("350M", "talking_heads"), ParallelSizes(), 50257, ONE_GPU) is None
+    planned = plan_model(configure("350M", "talking_heads"))
+    assert estimate_measured_range(planned, ParallelSizes(), 50257, ONE_GPU) is None
 
 
 @pytest.mark.parametrize("model", ["125M", "350M", "1-3B", "2-7B", "6-7B"])

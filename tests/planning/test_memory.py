@@ -16,7 +16,7 @@ from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import MAX_LOGITS
 from megatron.planning import memory_estimate, step_time
 from megatron.planning.memory_estimate import COMPONENTS, MemoryEstimate, estimate_memory
-from megatron.planning.model_costs import count_parameters, list_distinct_pipeline_stages
+from megatron.planning.model_costs import count_parameters, list_distinct_pipeline_stages, plan_model
 from megatron.planning.step_time import Cluster, estimate_step_time
 from megatron.utils.errors import UserError
 
@@ -48,10 +48,10 @@ def test_states_match_the_engine(
         train_batch_size=None, zero_optimization={"stage": stage}, optimizer={"type": algorithm},
     )  # fmt: skip
     estimate, found = (
-        estimate_memory(config, ParallelSizes(data=2), VOCABULARY),
+        estimate_memory(plan_model(config), ParallelSizes(data=2), VOCABULARY),
         engines[f"{precision} {stage} {steps} {algorithm}"],
     )
-    parameters = count_parameters(config, VOCABULARY)
+    parameters = count_parameters(plan_model(config), VOCABULARY)
     states = (estimate.weights + estimate.optimizer) / parameters
     phases = {phase.name: phase for phase in estimate.phases}
     # Tolerance of 2%: gradients larger than a bucket are reduced alone, and DeepSpeed keeps the last of them.
@@ -66,7 +66,7 @@ def test_states_match_the_engine(
 
 
 def of(name: str, method: str, sizes: ParallelSizes, **keys: Any) -> MemoryEstimate:
-    return estimate_memory(settled(name, method, **keys), sizes, 50257)
+    return estimate_memory(plan_model(settled(name, method, **keys)), sizes, 50257)
 
 
 def settled(name: str, method: str, **keys: Any) -> Config:
@@ -76,7 +76,7 @@ def settled(name: str, method: str, **keys: Any) -> Config:
 
 def test_twelve_bytes_of_optimizer_are_divided_over_data_and_context() -> None:
     one, eight = (of("2-7B", "rotary", sizes) for sizes in (ParallelSizes(), ParallelSizes(data=4, context=2)))
-    assert one.optimizer == 12 * count_parameters(settled("2-7B", "rotary"), 50257)
+    assert one.optimizer == 12 * count_parameters(plan_model(settled("2-7B", "rotary")), 50257)
     assert eight.optimizer == pytest.approx(one.optimizer / 8)
     assert eight.weights == one.weights
 
@@ -102,7 +102,7 @@ def test_offloading_by_zero_2_keeps_float32_sums_and_a_buffer_on_the_gpu() -> No
         return of("350M", "rotary", ParallelSizes(data=2), zero_optimization=zero, gradient_accumulation_steps=steps,
                   precision=precision)  # fmt: skip
 
-    parameters = count_parameters(settled("350M", "rotary"), 50257)
+    parameters = count_parameters(plan_model(settled("350M", "rotary")), 50257)
     for steps, precision in ((1, "bf16"), (3, "bf16"), (3, "fp16")):
         phase = offloaded(steps, precision).phases[0]
         assert phase.name == "the loss"
@@ -116,7 +116,7 @@ def test_offloading_by_zero_1_holds_its_bucket_from_one_micro_batch_to_the_next(
 
     The bucket has the size of all parameters and lives across micro-batches.
     """
-    parameters, size = count_parameters(settled("125M", "rotary"), 50257), 2 if precision == "fp16" else 4
+    parameters, size = count_parameters(plan_model(settled("125M", "rotary")), 50257), 2 if precision == "fp16" else 4
     for steps in (1, 3):
         zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
         found = of("125M", "rotary", ParallelSizes(data=2), zero_optimization=zero, gradient_accumulation_steps=steps,
@@ -133,14 +133,14 @@ def test_zero_3_holds_gathered_weights_and_a_bucket_at_the_loss(recompute: bool)
     for name in ("125M", "2-7B"):
         found = of(name, "rotary", ParallelSizes(data=8), zero_optimization={"stage": 3},
                    checkpoint_activations=recompute)  # fmt: skip
-        parameters = count_parameters(settled(name, "rotary"), 50257)
+        parameters = count_parameters(plan_model(settled(name, "rotary")), 50257)
         assert found.phases[0].buffers == 2 * min(parameters, 10**9 // 2) + 2 * min(parameters, 500_000_000)
         assert found.phases[0].gradients == -(-parameters // 8) * 2  # its shard, in one permanent tensor
 
 
 def test_a_pipeline_stage_keeps_its_output_until_its_backward_pass() -> None:
-    config = settled("350M", "rotary", gradient_accumulation_steps=4, checkpoint_activations=True)
-    first, last = (estimate_memory(config, ParallelSizes(pipeline=2), 50257, pipeline_stage=stage) for stage in (0, 1))
+    planned = plan_model(settled("350M", "rotary", gradient_accumulation_steps=4, checkpoint_activations=True))
+    first, last = (estimate_memory(planned, ParallelSizes(pipeline=2), 50257, pipeline_stage=stage) for stage in (0, 1))
     hidden = 2 * 512 * 1024
     phases = {phase.name: phase for phase in first.phases}
     # Two micro-batches of the inputs and output of twelve layers; the first layer's input lives until the end.
@@ -175,8 +175,8 @@ def test_graphs_keep_the_memory_of_a_micro_batch() -> None:
 
 
 def test_earlier_stages_hold_more_micro_batches() -> None:
-    config = settled("2-7B", "rotary", gradient_accumulation_steps=8, checkpoint_activations=False)
-    first, last = (estimate_memory(config, ParallelSizes(pipeline=4), 50257, pipeline_stage=stage) for stage in (0, 3))
+    planned = plan_model(settled("2-7B", "rotary", gradient_accumulation_steps=8, checkpoint_activations=False))
+    first, last = (estimate_memory(planned, ParallelSizes(pipeline=4), 50257, pipeline_stage=stage) for stage in (0, 3))
     assert first.get_largest("activations") == pytest.approx(4 * last.get_largest("activations"), rel=0.05)
     assert (first.get_largest("logits"), last.get_largest("logits") > 0) == (0, True)
 
@@ -208,13 +208,14 @@ def test_the_worst_stage_is_found_among_all(
     config, sizes = settled("125M", "rotary", **options | pattern | keys), ParallelSizes(pipeline=8)
     config = resolve_batch_size(config, 1)
     cluster = Cluster(get_gpu_spec("a100-40gb"), 8)
-    found = estimate_memory(config, sizes, vocab_size), estimate_step_time(config, sizes, vocab_size, cluster)
+    planned = plan_model(config)
+    found = estimate_memory(planned, sizes, vocab_size), estimate_step_time(planned, sizes, vocab_size, cluster)
     assert (len(list_distinct_pipeline_stages(config, 8)) < 8) == (pattern is not HALVES)
     for module in (memory_estimate, step_time):
         monkeypatch.setattr(module, "list_distinct_pipeline_stages", lambda config, num_stages: list(range(num_stages)))
     assert found == (
-        estimate_memory(config, sizes, vocab_size),
-        estimate_step_time(config, sizes, vocab_size, cluster),
+        estimate_memory(planned, sizes, vocab_size),
+        estimate_step_time(planned, sizes, vocab_size, cluster),
     )
 
 
@@ -239,12 +240,12 @@ def test_memory_is_linear_in_the_length_if_rows_are_recomputed() -> None:
 
 
 def test_a_backend_may_be_named() -> None:
-    config = settled("125M", "kerple_log", checkpoint_activations=False)
-    kept = estimate_memory(config, ParallelSizes(), 50257, backend="eager").get_largest("activations")
-    assert kept > estimate_memory(config, ParallelSizes(), 50257, backend="chunked").get_largest("activations")
+    planned = plan_model(settled("125M", "kerple_log", checkpoint_activations=False))
+    kept = estimate_memory(planned, ParallelSizes(), 50257, backend="eager").get_largest("activations")
+    assert kept > estimate_memory(planned, ParallelSizes(), 50257, backend="chunked").get_largest("activations")
 
 
 def test_a_user_defined_encoding_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(Path(), pos_emb="mine")
     with pytest.raises(UserError, match=r"the memory of pos_emb mine is not known: no such encoding"):
-        estimate_memory(config, ParallelSizes(), VOCABULARY)
+        estimate_memory(plan_model(config), ParallelSizes(), VOCABULARY)

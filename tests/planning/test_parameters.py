@@ -17,7 +17,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import count_all_elements, get_shard_spec
 from megatron.model import build
 from megatron.options.position import SOFTMAX_TYPES
-from megatron.planning.model_costs import count_layer_types, count_parameters, count_rank_parameters
+from megatron.planning.model_costs import count_parameters, count_rank_parameters, plan_model
 from megatron.position import catalog
 from megatron.utils.project import SHIPPED_CONFIGS
 
@@ -57,7 +57,8 @@ def test_layer_kinds_match_explicit_counts(
             key = encodings[layer % len(encodings)], windows[layer % len(windows)]
             counts[key] = counts.get(key, 0) + 1
         kinds = [
-            ((own.position.encoding, own.position.window), count) for own, count in count_layer_types(config, axis)
+            ((layer.config.position.encoding, layer.config.position.window), count)
+            for layer, count in plan_model(config).count_layer_types(axis)
         ]
         assert kinds == list(counts.items())
 
@@ -65,11 +66,12 @@ def test_layer_kinds_match_explicit_counts(
 @pytest.mark.parametrize("name", MODELS)
 def test_shipped_models(name: str) -> None:
     config = load_config([name, "cdape_kerple_log"]).config
+    planned = plan_model(config)
     gpt = build_model(config.model, config.position, VOCABULARY, device="meta")
-    assert count_parameters(config, VOCABULARY) == gpt.num_parameters()
+    assert count_parameters(planned, VOCABULARY) == gpt.num_parameters()
     for tensor in (2, 4):
         parts = {p: p.numel() // (1 if get_shard_spec(p) is None else tensor) for p in gpt.parameters()}
-        assert count_rank_parameters(config, ParallelSizes(tensor=tensor), VOCABULARY) == sum(parts.values())
+        assert count_rank_parameters(planned, ParallelSizes(tensor=tensor), VOCABULARY) == sum(parts.values())
         assert (
             count_all_elements(gpt.embedding.word_embeddings.weight, Mesh(0, ParallelSizes(tensor=tensor))) % tensor
             == 0
@@ -81,16 +83,18 @@ def test_shipped_models(name: str) -> None:
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 2), (2, 5), (4, 12)])
 def test_every_stage(method: str, tied: bool, tensor: int, stages: int) -> None:
     config = load_method(method).replace(no_weight_tying=not tied)
-    sizes = ParallelSizes(tensor=tensor, pipeline=stages, data=2)
+    planned, sizes = plan_model(config), ParallelSizes(tensor=tensor, pipeline=stages, data=2)
     for stage in sorted({0, 1, stages - 1}):
-        assert count_rank_parameters(config, sizes, VOCABULARY, stage) == on_ranks(config, tensor, stages, stage), stage
+        assert count_rank_parameters(planned, sizes, VOCABULARY, stage) == on_ranks(config, tensor, stages, stage), (
+            stage
+        )
 
 
 def counted(**keys: Any) -> tuple[int, int]:
     """Return the counted parameters, and the model's own."""
     config = tiny_config(Path(), **keys)
     gpt = build_model(config.model, config.position, 61, device="meta")
-    return count_parameters(config, 61), gpt.num_parameters()
+    return count_parameters(plan_model(config), 61), gpt.num_parameters()
 
 
 def test_every_method() -> None:

@@ -17,7 +17,7 @@ from megatron.distributed.hardware import GpuSpec, get_gpu_spec
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.model.parameter_groups import HiddenMatrix, list_hidden_matrices
 from megatron.planning import step_time
-from megatron.planning.model_costs import estimate_forward_flops, list_layer_weights
+from megatron.planning.model_costs import estimate_forward_flops, list_layer_weights, plan_model
 from megatron.planning.parallel_layouts import build_configured_layout
 from megatron.planning.step_time import (
     LINK_EFFICIENCY,
@@ -40,20 +40,20 @@ def timed(sizes: ParallelSizes, method: str = "rotary", **keys: Any) -> StepTime
         "checkpoint_activations": False, "train_batch_size": 8 * sizes.data,
     }  # fmt: skip
     config = load_config(["2-7B", method]).config.replace(**(flat | keys))
-    return estimate_step_time(config, sizes, VOCABULARY, Cluster(A100, sizes.world_size))
+    return estimate_step_time(plan_model(config), sizes, VOCABULARY, Cluster(A100, sizes.world_size))
 
 
 def test_one_gpu_computes_at_its_mfu() -> None:
     found = timed(ParallelSizes(), "none")
     assert (found.waiting, found.communicating) == (0, 0)
     # Fused attention recomputes q·k: half of the forward FLOPs of the scores.
-    one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
+    one = estimate_forward_flops(plan_model(load_config(["2-7B", "none"]).config), VOCABULARY)
     again = 0.5 * one.attention * one.num_layers / one.training_flops_per_token
     assert found.mfu == pytest.approx(0.45 / (1 + again))
 
 
 def test_recomputed_layers_cost_a_third_of_theirs_more() -> None:
-    one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
+    one = estimate_forward_flops(plan_model(load_config(["2-7B", "none"]).config), VOCABULARY)
     forward = one.num_layers * (one.linear + one.attention)
     plain, again = (timed(ParallelSizes(), "none", checkpoint_activations=value) for value in (False, True))
     tokens = 8 * 2048
@@ -61,7 +61,7 @@ def test_recomputed_layers_cost_a_third_of_theirs_more() -> None:
 
 
 def test_recomputed_attention_costs_its_scores_and_exchanges_once_more() -> None:
-    one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
+    one = estimate_forward_flops(plan_model(load_config(["2-7B", "none"]).config), VOCABULARY)
     plain, again = (timed(ParallelSizes(), "none", checkpoint_activations=value) for value in (False, "selective"))
     assert again.total - plain.total == pytest.approx(
         one.num_layers * one.attention * 8 * 2048 / (0.45 * 312e12), rel=1e-6
@@ -76,7 +76,7 @@ def test_recomputed_attention_costs_its_scores_and_exchanges_once_more() -> None
 
 
 def test_a_chunked_output_layer_is_recomputed() -> None:
-    one = estimate_forward_flops(load_config(["2-7B", "none"]).config, VOCABULARY)
+    one = estimate_forward_flops(plan_model(load_config(["2-7B", "none"]).config), VOCABULARY)
     # 10 sequences of 2,048 tokens have fewer than 2^30 logits, 11 have more.
     fits, exceeds = (
         timed(ParallelSizes(), "none", train_micro_batch_size_per_gpu=n, train_batch_size=8 * n) for n in (10, 11)

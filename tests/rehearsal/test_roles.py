@@ -47,7 +47,7 @@ def test_ranks_are_chosen_by_hand():
     assert [(role.rank, role.represented_ranks) for role in roles] == [(1, (0, 1, 3, 5, 7)), (6, (2, 4, 6))]
     assert choose_roles(sizes, [9])[0].represented_ranks == tuple(range(8, 16)), "stage 0 is stood for by nobody"
     assert choose_roles(sizes)[1].describe_coordinates(sizes) == "stage 0, data 3, tensor 1"
-    with pytest.raises(UserError, match="--ranks 16: expected 0 to 15"):
+    with pytest.raises(UserError, match="--ranks 16: it must be from 0 to 15"):
         choose_roles(sizes, [3, 16])
 
 

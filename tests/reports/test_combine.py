@@ -135,9 +135,9 @@ def test_contradicting_files_are_reported(tmp_path: Path) -> None:
     [
         (
             "page.pdf",
-            r"^--output .*page\.pdf: expected a name ending in \.html, \.htm, \.md, or \.tex; results\.csv",
+            r"^--output .*page\.pdf: it must be a name ending in \.html, \.htm, \.md, or \.tex; results\.csv",
         ),
-        ("folder.html", r"^--output .*folder\.html: expected a file, not a folder$"),
+        ("folder.html", r"^--output .*folder\.html: it must be a file, not a folder$"),
         ("file/page.html", r"^--output is .*file, which is a file"),
     ],
 )

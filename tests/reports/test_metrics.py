@@ -127,7 +127,7 @@ def test_no_metric_is_called_like_a_field_of_a_record() -> None:
         ({"accuracy": 1.2}, r"accuracy must be at least 0 and at most 1, not 1.2"),
         ({"perplexity": 0.0}, r"perplexity must be at least 0\.001 and at most 1e\+305, not 0"),
         ({"perplexity": 2.0, "change": -0.5}, "change is a ratio and must be greater than 0, not -0.5"),
-        ({"perplexity": 2.0, "accuracy": 0.5}, "values of perplexity and accuracy; expected one metric per record"),
+        ({"perplexity": 2.0, "accuracy": 0.5}, "values of perplexity and accuracy; a record must have one metric"),
         ({}, "no value; give one of perplexity, long_perplexity"),
         ({"acuracy": 0.5}, "unknown field acuracy; did you mean accuracy?"),
         ({"accuracy": 0.5, "perplexity_low": 1.0}, "unknown field perplexity_low"),

@@ -105,7 +105,7 @@ def test_each_group_of_results_has_a_file_and_files_of_others_stay(story: list[R
 def test_errors(story: list[Record], tmp_path: Path) -> None:
     write_records(tmp_path / "results.json", story)
     quiet = Console(quiet=True)
-    with pytest.raises(UserError, match=r"a\.png: expected a name ending in \.pdf or \.svg"):
+    with pytest.raises(UserError, match=r"a\.png: it must be a name ending in \.pdf or \.svg"):
         combine_results([tmp_path], quiet, figure=tmp_path / "a.png")
     with pytest.raises(UserError, match="--figure-font: needs --figure"):
         combine_results([tmp_path], quiet, figure_font=9)

@@ -8,7 +8,8 @@ from megatron.config.schema import parse_section
 from megatron.data.corpus.documents import CorpusProgress
 from megatron.data.corpus.prepare import prepare_corpus
 from megatron.data.corpus_metadata import CorpusInfo
-from megatron.options.data import CorpusOptions
+from megatron.options.data import CorpusOptions, DataOptions, find_data_conflicts
+from megatron.utils.errors import UserError
 
 
 def prepare(
@@ -31,3 +32,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def validate(data: DataOptions) -> DataOptions:
+    """Return data options, or raise the first problem that the validation of a configuration would report."""
+    for _, problem in find_data_conflicts(data):
+        raise UserError(problem)
+    return data

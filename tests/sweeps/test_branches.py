@@ -79,7 +79,7 @@ def test_invalid_branches(place: Path) -> None:
     assert "branch.variant is 'trunc', which is not a variant; did you mean trunk?" in problem(
         "variant: trunk", "variant: trunc"
     )
-    assert "expected {variant: NAME, step: STEP}" in problem("step: 3", "step: 0")
+    assert "it must be {variant: NAME, step: STEP}" in problem("step: 3", "step: 0")
     assert "early, late: these variants branch from each other" in problem("variant: trunk", "variant: late")
     assert "branch.step 7 of trunk is beyond its train_iters 6" in problem("step: 3", "step: 7")
     # Shared runs of sweeps are also identified by the run they branch from.

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
-from megatron.planning.model_costs import count_parameters
+from megatron.planning.model_costs import count_parameters, plan_model
 from megatron.reports.combine import combine_results
 from megatron.sweeps import member_run
 from megatron.sweeps import run_sweep as sweeps
@@ -88,7 +88,8 @@ def test_checkpoints_of_all_runs_must_fit_the_disk(
 ) -> None:
     """Two runs, two checkpoints of each; what is already trained needs nothing more."""
     keys = ("checkpoint_factor=3", "sweep.variants={rotary: {pos_emb: rotary}, none: {pos_emb: none}}")
-    weights = 4 * count_parameters(read_sweep(["sweep.yml"], keys).members[0].config, 1)  # no corpus or tokenizer
+    planned = plan_model(read_sweep(["sweep.yml"], keys).members[0].config)
+    weights = 4 * count_parameters(planned, 1)  # no corpus or tokenizer
     free = 2 * 2 * 3 * weights + weights
     monkeypatch.setattr(check_resources, "measure_free_bytes", lambda folder: free - 1)
     with pytest.raises(UserError, match=r"^sweep.output: out: the checkpoints of the 2 remaining runs need at l"):

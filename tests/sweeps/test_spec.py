@@ -75,7 +75,7 @@ def test_files_without_a_sweep(place: Path) -> None:
     with pytest.raises(UserError, match="no sweep: mapping found"):
         read_sweep(["125M"])
     write("sweep: [1]")
-    with pytest.raises(UserError, match=r"sweep.yml:1: sweep is \[1\]; expected a mapping of keys"):
+    with pytest.raises(UserError, match=r"sweep.yml:1: sweep is \[1\]; it must be a mapping of keys"):
         read_sweep(["quickstart", "sweep.yml"])
 
 

@@ -26,10 +26,10 @@ def test_valid_arguments_are_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--rounds", "1"], "argument --rounds: expected an integer of at least 2, not '1'"),
-        (["--rounds", "2.5"], "argument --rounds: expected an integer of at least 2, not '2.5'"),
+        (["--rounds", "1"], "argument --rounds: it must be an integer of at least 2, not '1'"),
+        (["--rounds", "2.5"], "argument --rounds: it must be an integer of at least 2, not '2.5'"),
         (["--shapes", "small,huge"], "argument --shapes: 'huge' is not one of small, large"),
-        (["--device", "gpu"], "argument --device: expected cpu or cuda, not 'gpu'"),
+        (["--device", "gpu"], "argument --device: it must be cpu or cuda, not 'gpu'"),
         (["--json", "nowhere/a.json"], "argument --json: nowhere/a.json: its folder does not exist"),
         (["--json", "/"], "argument --json: /: is a folder"),
         (["--other"], "unrecognized arguments: --other"),

@@ -354,10 +354,10 @@ def test_references_exist_in_the_types_of_their_kernels() -> None:
     ("words", "says"),
     [
         (("--op", "none"), "--op"),
-        (("--device", "tpu"), "expected cpu or cuda, not 'tpu'"),
-        (("--lengths", "0"), "--lengths: expected an integer of at least 2, not '0'"),
+        (("--device", "tpu"), "it must be cpu or cuda, not 'tpu'"),
+        (("--lengths", "0"), "--lengths: it must be an integer of at least 2, not '0'"),
         (("--lengths", "many"), "not 'many'"),
-        (("--rounds", "1"), "--rounds: expected an integer of at least 2"),
+        (("--rounds", "1"), "--rounds: it must be an integer of at least 2"),
         (("--kernel-size", "2"), "--kernel-size: must be odd, not 2"),
         (("--peers", "nobody"), "nobody not available; choose from eager, chunked"),
         (("--kernel-size", "11", "--lengths", "5"), "11 leaves no row to compare at length 5"),

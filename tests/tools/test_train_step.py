@@ -140,7 +140,7 @@ def test_an_interrupted_run_keeps_its_measurements(
         (("--shapes", "tiny:0"), "not 'tiny:0'"),
         (("--shapes", "tiny:8:0"), "not 'tiny:8:0'"),
         (("--shapes", "tiny"), "not 'tiny'"),
-        (("--rounds", "1"), "--rounds: expected an integer of at least 2, not '1'"),
+        (("--rounds", "1"), "--rounds: it must be an integer of at least 2, not '1'"),
         (("--methods", "alibi"), "--methods: invalid choice: 'alibi'"),
         (("--layer", "--methods", "plain"), "plain is a whole model"),
     ],

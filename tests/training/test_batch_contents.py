@@ -214,7 +214,7 @@ def test_the_command(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_steps_and_text() -> None:
     assert parse_steps(["7", "2-4", "3"]) == [7, 2, 3, 4]
-    for text, problem in {"4-2": "range is empty", "x": "expected a step", "-1": "expected a step"}.items():
+    for text, problem in {"4-2": "range is empty", "x": "it must be a step", "-1": "it must be a step"}.items():
         with pytest.raises(UserError, match=problem):
             parse_steps([text])
     assert escape_control_characters("é\x1b[2J\n\u202e") == "é\\x1b[2J\\n\\u202e"

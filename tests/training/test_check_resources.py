@@ -22,7 +22,7 @@ from megatron.distributed.mesh import ParallelSizes
 from megatron.launch.dispatch import launch_training
 from megatron.planning.attention_memory import list_backends
 from megatron.planning.memory_estimate import estimate_memory
-from megatron.planning.model_costs import count_parameters, plan_encoding, plan_processor
+from megatron.planning.model_costs import count_parameters, plan_encoding, plan_model, plan_processor
 from megatron.training import check_resources
 from megatron.training.check_resources import (
     CheckpointCounts,
@@ -93,7 +93,7 @@ def test_only_certain_failures_are_rejected(layers: int, batch: int, gib: float,
     config, sizes = resolve_run(small(*keys, "check_resources=false"), machine).config, ParallelSizes(data=2)
     position = config.position
     backends = list_backends(plan_encoding(position), plan_processor(position), 64)
-    plans = [estimate_memory(config, sizes, 1, backend=backend, gpu_bytes=memory) for backend in backends]
+    plans = [estimate_memory(plan_model(config), sizes, 1, backend=backend, gpu_bytes=memory) for backend in backends]
     certain = min(max(plan.weights + plan.optimizer, int(0.9 * plan.total)) for plan in plans)
     if certain > memory:
         with pytest.raises(UserError, match=f"at least {format_bytes(certain)} of GPU memory"):
@@ -114,7 +114,7 @@ def test_a_certain_bound_is_below_every_peak_that_was_measured() -> None:
 def test_estimates_without_score_matrices_are_smaller() -> None:
     config = resolve_run(small("pos_emb=kerple_log", "score_processor=cdape", "seq_length=4096"), CPU).config
     for backend in ("eager", "chunked"):
-        estimate = estimate_memory(config, ParallelSizes(), 1000, backend=backend)
+        estimate = estimate_memory(plan_model(config), ParallelSizes(), 1000, backend=backend)
         less = estimate.drop_score_matrices()
         assert less.total < estimate.total - estimate.workspace_maps // 2
         assert (less.weights, less.optimizer) == (estimate.weights, estimate.optimizer)
@@ -240,7 +240,7 @@ def test_checkpoints_too_large_for_the_disk_are_rejected_early(
     run = tmp_path / "runs" / "a"
     keys = {"checkpoint_factor": 1, "keep_last_n_checkpoints": 2, "train_iters": 9}
     config = tiny_config(corpus, run, **keys)
-    size = 4 * count_parameters(config, 61)
+    size = 4 * count_parameters(plan_model(config), 61)
     needed = 3 * 3 * size + size  # two checkpoints and one being written, each with two moments, and its shards
     disk["free"] = needed - 1
     with pytest.raises(UserError) as refused:
@@ -260,7 +260,7 @@ def test_checkpoints_too_large_for_the_disk_are_rejected_early(
 
 def test_a_resumed_run_counts_its_existing_checkpoints(corpus: Path, tmp_path: Path, disk: dict[str, int]) -> None:
     config = tiny_config(corpus, tmp_path, checkpoint_factor=1, keep_last_n_checkpoints=2, train_iters=9)
-    size = 4 * count_parameters(config, 61)
+    size = 4 * count_parameters(plan_model(config), 61)
     for step in (4, 5):
         (tmp_path / "checkpoints" / f"step_000000{step}").mkdir(parents=True)
     resumed = config.replace(load=str(tmp_path))

@@ -25,6 +25,7 @@ from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.model import ModelOptions
 from megatron.planning.memory_estimate import estimate_memory
+from megatron.planning.model_costs import plan_model
 from megatron.training import training_run
 from megatron.training.check_start import resolve_data
 from megatron.training.engine import Engine
@@ -325,8 +326,8 @@ def test_insufficient_memory_is_reported_for_the_current_stage(
     config = staged(corpus, tmp_path, stages=[{"until": 4}, {"until": 6, "seq_length": 32}, {"seq_length": 16}])
     resolved = resolve_run(config, LocalHardware.detect()).config
     second = build_stages(resolved)[1].config
-    planned = estimate_memory(second, ParallelSizes(), VOCABULARY).total
-    assert planned > 1.01 * estimate_memory(resolved, ParallelSizes(), VOCABULARY).total
+    planned = estimate_memory(plan_model(second), ParallelSizes(), VOCABULARY).total
+    assert planned > 1.01 * estimate_memory(plan_model(resolved), ParallelSizes(), VOCABULARY).total
     output = re.escape(
         "the plan of stage 2 of 3 of this run, train_micro_batch_size_per_gpu 2 × seq_length 32, needs "
         f"{format_bytes(planned)} on each rank"

@@ -83,6 +83,7 @@ def train(config: Any, steps: int) -> dict[str, Any]:
     from megatron.distributed.launcher_environment import RankInfo
     from megatron.distributed.mesh import ParallelSizes
     from megatron.planning.memory_estimate import estimate_memory
+    from megatron.planning.model_costs import plan_model
     from megatron.training.console import ConsoleReporter
     from megatron.training.resolve_run import resolve_run
     from megatron.training.trainer import Trainer
@@ -121,7 +122,7 @@ def train(config: Any, steps: int) -> dict[str, Any]:
         trainer.close()
         run.close()
     planned = estimate_memory(
-        resolved,
+        plan_model(resolved),
         ParallelSizes(),
         run.vocabulary.size,
         gpu_bytes=torch.cuda.get_device_properties(0).total_memory,

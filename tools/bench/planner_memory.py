@@ -36,6 +36,7 @@ from megatron.config.load import load_config  # noqa: E402
 from megatron.distributed.launcher_environment import ADDRESS, RankInfo  # noqa: E402
 from megatron.launch.rank_group import find_free_port  # noqa: E402
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory  # noqa: E402
+from megatron.planning.model_costs import plan_model  # noqa: E402
 from megatron.rehearsal.null_device.environment import build_environment, get_gpu_model  # noqa: E402
 from megatron.rehearsal.rank_process import RankJob, RankResult  # noqa: E402
 from megatron.rehearsal.rehearsed_run import RehearsedRun, plan_rehearsal  # noqa: E402
@@ -162,7 +163,7 @@ def plan_case(case: Case, backend: str) -> tuple[RehearsedRun, MemoryEstimate]:
     run = plan_rehearsal(config, case.gpus, None, VOCABULARY)
     stage = run.sizes.get_coordinates(case.rank)["pipeline"]
     estimate = estimate_memory(
-        run.config, run.sizes, run.vocab_size, pipeline_stage=stage, gpu_bytes=get_gpu_model(CARD).memory
+        plan_model(run.config), run.sizes, run.vocab_size, pipeline_stage=stage, gpu_bytes=get_gpu_model(CARD).memory
     )
     return run, estimate
 

@@ -20,6 +20,7 @@ from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import Axis, Mesh, ParallelSizes, list_context_chunks
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory
+from megatron.planning.model_costs import plan_model
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import UserError
 
@@ -50,7 +51,7 @@ def list_estimates(model: str, overlay: str) -> Iterator[tuple[int, MemoryEstima
             settled = resolve_run(config, LocalHardware(num_gpus=gpus, num_cores=gpus)).config
         except UserError:
             continue
-        yield gpus, estimate_memory(settled, resolve_mesh_shape(settled, gpus), GPT2_VOCABULARY)
+        yield gpus, estimate_memory(plan_model(settled), resolve_mesh_shape(settled, gpus), GPT2_VOCABULARY)
 
 
 def render_table() -> str:

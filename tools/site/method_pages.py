@@ -11,7 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.attention.backends.backend import BACKEND_CAPABILITIES, find_unsupported_method
+from megatron.attention.backends.backend import (
+    BACKEND_CAPABILITIES,
+    find_unsupported_feature,
+    list_method_features,
+)
 from megatron.config.method_names import list_other_names
 from megatron.config.yaml_files import parse_yaml, read_text
 from megatron.position.catalog import (
@@ -211,16 +215,15 @@ def _describe_backends(kind: str, name: str) -> str:
     else:
         cases = {"alone": (name, None), f"under `{FUSED_PROCESSOR}`": (name, FUSED_PROCESSOR)}
     lines = [f"| `attention_backend` | {' | '.join(cases)} |", "| --- " * (1 + len(cases)) + "|"]
+    features = [
+        list_method_features(
+            read_encoding_facts(encoding),
+            processor_facts=None if processor is None else read_processor_facts(processor),
+        )
+        for encoding, processor in cases.values()
+    ]
     for backend in BACKEND_CAPABILITIES:
-        reasons = [
-            find_unsupported_method(
-                backend,
-                read_encoding_facts(encoding),
-                processor_facts=None if processor is None else read_processor_facts(processor),
-                has_softcap=False,
-            )
-            for encoding, processor in cases.values()
-        ]
+        reasons = [find_unsupported_feature(backend, own) for own in features]
         cells = ["yes" if reason is None else f"no: {reason}" for reason in reasons]
         lines.append(f"| `{backend}` | {' | '.join(cells)} |")
     return "\n".join(lines) + (

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -143,21 +143,23 @@ def list_score_features(
     return frozenset(feature for feature, is_there in present.items() if is_there)
 
 
-def find_unsupported_method(
-    backend: str,
+def list_method_features(
     facts: MethodFacts,
     *,
     processor_facts: MethodFacts | None,
-    has_softcap: bool,
+    has_softcap: bool = False,
     softmax_type: str = "vanilla",
     options: Mapping[str, Any] = MappingProxyType({}),
-) -> str | None:
-    """Explain why a backend does not support an encoding with these settings; None if it does.
+) -> frozenset[str]:
+    """List the features of a method's scores from the declarations in its files.
 
     Args:
+        facts: declarations of the encoding.
+        processor_facts: declarations of the score processor, or None without one.
+        has_softcap, softmax_type: as for `list_score_features`.
         options: options of the encoding; missing ones have their defaults.
     """
-    features = list_score_features(
+    return list_score_features(
         facts.hooks,
         multiplies_scores=facts.multiplies_scores,
         has_kernel_parameters=facts.has_kernel_parameters,
@@ -167,7 +169,6 @@ def find_unsupported_method(
         has_processor_kernel=processor_facts is not None and processor_facts.has_kernel_parameters,
         softmax_type=softmax_type,
     )
-    return find_unsupported_feature(backend, features)
 
 
 def find_unsupported_feature(backend: str, features: Collection[str]) -> str | None:
@@ -175,7 +176,7 @@ def find_unsupported_feature(backend: str, features: Collection[str]) -> str | N
 
     Args:
         backend: a value of `attention_backend`.
-        features: result of `list_score_features`.
+        features: result of `list_score_features` or `list_method_features`.
     """
     capabilities = BACKEND_CAPABILITIES.get(backend, BackendCapabilities())
     if capabilities.requires and not capabilities.requires & set(features):
@@ -238,25 +239,20 @@ class AttentionFormula:
         """True if stick-breaking gives the remaining weight to a row's own key."""
         return self.softmax_type == "stick-breaking-remainder"
 
-
-def find_unsupported_formula(backend: str, formula: AttentionFormula) -> str | None:
-    """Explain why a backend supports no call of a formula, or return None if nothing is known.
-
-    Args:
-        backend: a value of `attention_backend`.
-    """
-    encoding, processor = formula.encoding, formula.processor
-    features = list_score_features(
-        [hook for hook in HOOKS if type(encoding).overrides_hook(hook)],
-        multiplies_scores=encoding.multiplies_scores,
-        has_kernel_parameters=encoding.kernel_parameters() is not None,
-        has_processor=processor is not None,
-        has_softcap=formula.softcap is not None,
-        num_rotations=1 if encoding.far_distance is None else 2,
-        has_processor_kernel=processor is not None and processor.kernel_parameters() is not None,
-        softmax_type=formula.softmax_type,
-    )
-    return find_unsupported_feature(backend, features)
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """Features of the scores (`list_score_features`)."""
+        encoding, processor = self.encoding, self.processor
+        return list_score_features(
+            [hook for hook in HOOKS if type(encoding).overrides_hook(hook)],
+            multiplies_scores=encoding.multiplies_scores,
+            has_kernel_parameters=encoding.kernel_parameters() is not None,
+            has_processor=processor is not None,
+            has_softcap=self.softcap is not None,
+            num_rotations=1 if encoding.far_distance is None else 2,
+            has_processor_kernel=processor is not None and processor.kernel_parameters() is not None,
+            softmax_type=self.softmax_type,
+        )
 
 
 @cache

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from megatron.attention.backends.backend import (
     AttentionBackend,
     AttentionFormula,
-    find_unsupported_formula,
+    find_unsupported_feature,
     warn_fallback,
 )
 from megatron.attention.inputs import AttentionInputs, pad_values
@@ -50,7 +50,7 @@ class FlexBackend:
     def describe_unsupported(self, formula: AttentionFormula) -> str | None:
         if not torch.cuda.is_available():
             return "it needs a CUDA device"
-        if reason := find_unsupported_formula("flex", formula):
+        if reason := find_unsupported_feature("flex", formula.features):
             return reason
         if torch.are_deterministic_algorithms_enabled():
             return "its gradient of the bias is not deterministic (deterministic: true)"
@@ -58,7 +58,7 @@ class FlexBackend:
 
     @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        reason = self.describe_fallback(inputs)
+        reason = self.explain_fallback(inputs)
         if reason is not None:
             warn_fallback("flex", reason)
             return self.fallback(inputs)
@@ -91,7 +91,7 @@ class FlexBackend:
         first_columns = document_starts if key.start == 0 else (document_starts - key.start).clamp_(min=0)
         return build_document_mask(*shape, window, first_columns)
 
-    def describe_fallback(self, inputs: AttentionInputs) -> str | None:
+    def explain_fallback(self, inputs: AttentionInputs) -> str | None:
         """Explain why a call of a supported formula falls back to row blocks; None if it does not."""
         if inputs.key_mask is not None:
             return "padding"

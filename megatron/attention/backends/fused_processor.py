@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.attention.backends.backend import (
     AttentionBackend,
     AttentionFormula,
-    find_unsupported_formula,
+    find_unsupported_feature,
     warn_fallback,
 )
 from megatron.attention.inputs import AttentionInputs, pad_values
@@ -49,7 +49,7 @@ def describe_unsupported_processor(
     return None
 
 
-def describe_processor_fallback(inputs: AttentionInputs) -> str | None:
+def explain_processor_fallback(inputs: AttentionInputs) -> str | None:
     """Explain why no kernel supports a call of a supported formula; None if one does."""
     if inputs.query.sampled is not None:
         return "randomized positions"
@@ -76,11 +76,11 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
     return kernel(args)
 
 
-def describe_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, table: ScoreTerms) -> str | None:
+def explain_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, table: ScoreTerms) -> str | None:
     """Explain why no kernel supports a call of a processor with gates; None if one does.
 
     Args:
-        inputs: inputs for which `describe_processor_fallback` returns None.
+        inputs: inputs for which `explain_processor_fallback` returns None.
         args: the kernels' arguments for these rows.
         table: the encoding's table over their distances; empty if it has none.
     """
@@ -143,14 +143,14 @@ class NativeBackend:
     @staticmethod
     def describe_unsupported_formula(formula: AttentionFormula) -> str | None:
         """Explain why the formula is not supported on any machine; None if it is."""
-        reason = find_unsupported_formula("native", formula)
+        reason = find_unsupported_feature("native", formula.features)
         if reason is not None or formula.processor is None:
             return reason
         return describe_unsupported_processor(formula.processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
 
     @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        reason = _describe_fallback(inputs)
+        reason = _explain_fallback(inputs)
         if reason is not None:
             if self.is_requested:
                 warn_fallback("native", reason)
@@ -162,12 +162,12 @@ class NativeBackend:
         return run_processor_kernel(cpu.cdape_attention, inputs, table.bias)
 
 
-def _describe_fallback(inputs: AttentionInputs) -> str | None:
+def _explain_fallback(inputs: AttentionInputs) -> str | None:
     if inputs.q.device.type != "cpu":
         return "a model on a GPU"
     if inputs.q.dtype != torch.float32:
         return str(inputs.q.dtype)
-    return describe_processor_fallback(inputs)
+    return explain_processor_fallback(inputs)
 
 
 @cache

@@ -16,7 +16,7 @@ from megatron.attention.backends.backend import (
     MAX_KEYS_SAVED,
     MIN_ROWS_SAVED,
     AttentionFormula,
-    find_unsupported_formula,
+    find_unsupported_feature,
 )
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
 from megatron.attention.reference import (
@@ -140,7 +140,7 @@ class SdpaBackend:
     supports_document_starts = True
 
     def describe_unsupported(self, formula: AttentionFormula) -> str | None:
-        return find_unsupported_formula("sdpa", formula)
+        return find_unsupported_feature("sdpa", formula.features)
 
     @staticmethod
     def compute_document_mask(

@@ -29,14 +29,14 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention.backends.backend import (
     AttentionBackend,
     AttentionFormula,
-    find_unsupported_formula,
+    find_unsupported_feature,
     warn_fallback,
 )
 from megatron.attention.backends.fused_processor import (
     collect_kernel_args,
-    describe_gated_processor_fallback,
-    describe_processor_fallback,
     describe_unsupported_processor,
+    explain_gated_processor_fallback,
+    explain_processor_fallback,
     run_gated_processor_kernel,
     run_processor_kernel,
 )
@@ -84,7 +84,7 @@ class TritonBackend:
         encoding, processor = formula.encoding, formula.processor
         if encoding.qk_head_dim > MAX_HEAD_DIM:
             return f"its head dimension is at most {MAX_HEAD_DIM}, not {encoding.qk_head_dim}"
-        if reason := find_unsupported_formula("triton", formula):
+        if reason := find_unsupported_feature("triton", formula.features):
             return reason
         if type(encoding).overrides_hook("dense"):
             return _describe_unsupported_fire(encoding)
@@ -94,7 +94,7 @@ class TritonBackend:
 
         return describe_unsupported_processor(processor, max_width=MAX_PROCESSOR_WIDTH)
 
-    def describe_fallback(self, inputs: AttentionInputs) -> str | None:
+    def explain_fallback(self, inputs: AttentionInputs) -> str | None:
         """Explain why a call of a supported formula falls back to row blocks; None if it does not."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table).reason or None
@@ -220,13 +220,13 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
     if inputs.processor is not None:
         if fire is not None:
             return SelectedKernel(KernelChoice.PROCESSED_MATRIX)
-        reason = describe_processor_fallback(inputs)
+        reason = explain_processor_fallback(inputs)
         if reason is not None:
             return SelectedKernel(KernelChoice.PYTORCH, reason)
         if inputs.key_bias is None:
             return SelectedKernel(KernelChoice.FUSED_PROCESSOR)
         args = collect_kernel_args(inputs, None)
-        reason = describe_gated_processor_fallback(inputs, args, table)
+        reason = explain_gated_processor_fallback(inputs, args, table)
         if reason is not None:
             return SelectedKernel(KernelChoice.PYTORCH, reason)
         return SelectedKernel(KernelChoice.GATED_PROCESSOR, args=args)

@@ -249,7 +249,7 @@ def _read_multipliers(config_reader: HFConfigReader) -> dict[str, Any]:
             "logit_scale": logits,
         }
     if not isinstance(keys, dict) or set(keys) - set(MUP_KEYS):
-        raise config_reader.value_error("mup", f"expected the keys {', '.join(MUP_KEYS)}")
+        raise config_reader.value_error("mup", f"it must have the keys {', '.join(MUP_KEYS)}")
     return {"use_mup": True, **keys}
 
 

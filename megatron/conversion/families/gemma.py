@@ -80,8 +80,8 @@ def _read_common_keys(
 
 def _gemma_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
     # Early files say gelu but mean its approximation.
-    config_reader.require_one_of("hidden_act", (None, "gelu", ACTIVATION), f"expected {ACTIVATION}")
-    config_reader.require_one_of("hidden_activation", (None, ACTIVATION), f"expected {ACTIVATION}")
+    config_reader.require_one_of("hidden_act", (None, "gelu", ACTIVATION), f"it must be {ACTIVATION}")
+    config_reader.require_one_of("hidden_activation", (None, ACTIVATION), f"it must be {ACTIVATION}")
     return {**_read_common_keys(config_reader, GEMMA_DEFAULTS, "hidden_act"), "activation": "geglu_tanh"}
 
 

@@ -74,7 +74,7 @@ def read_llama_keys(
     )
     gate_activation = read_activation(config_reader, activation_key, values["activation"])
     if gate_activation not in GATE_ACTIVATIONS:
-        raise config_reader.value_error(activation_key, f"expected {', '.join(GATE_ACTIVATIONS)}")
+        raise config_reader.value_error(activation_key, f"it must be {', '.join(GATE_ACTIVATIONS)}")
     activation = GATE_ACTIVATIONS[gate_activation]
     # Null is not a missing key: it means hidden_size / num_attention_heads, and a key head for each query head.
     sizes = {"head_dim": max(hidden_size // num_heads, 1), "num_key_value_heads": num_heads}

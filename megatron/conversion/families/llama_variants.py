@@ -121,7 +121,7 @@ def _smollm3_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
     interval = config_reader.get_positive_int("no_rope_layer_interval", DEFAULT_INTERVAL)
     turned = config_reader.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if not isinstance(turned, list) or len(turned) < num_layers or any(each not in (0, 1) for each in turned):
-        raise config_reader.value_error("no_rope_layers", "expected 1 for each layer with rotation, else 0")
+        raise config_reader.value_error("no_rope_layers", "it must be 1 for each layer with rotation, else 0")
     encodings = ["rotary" if each else "none" for each in turned[:num_layers]]
     has_windows = config_reader.get_bool("use_sliding_window", False)
     # By default, layers without rotation have the window.

@@ -38,7 +38,7 @@ def _read_windows(config_reader: HFConfigReader, num_layers: int) -> dict[str, A
     has_windows = config_reader.get_bool("use_sliding_window", False)
     num_full = config_reader.get("max_window_layers", DEFAULT_FULL_LAYERS)
     if type(num_full) is not int or num_full < 0:
-        raise config_reader.value_error("max_window_layers", "expected an integer of at least 0")
+        raise config_reader.value_error("max_window_layers", "it must be an integer of at least 0")
     if config_reader.is_null("sliding_window") or not has_windows:
         config_reader.get("sliding_window")
         num_full = num_layers

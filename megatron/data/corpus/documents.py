@@ -146,7 +146,7 @@ def check_fractions(fractions: Sequence[float]) -> tuple[float, ...]:
         or sum(fractions) <= 0
     ):
         raise UserError(
-            f"split: {list(fractions)} is invalid; expected three nonnegative fractions (train, valid, test), for "
+            f"split: {list(fractions)} is invalid; it must be three nonnegative fractions (train, valid, test), for "
             "example 0.9, 0.05, 0.05"
         )
     return tuple(fraction / sum(fractions) for fraction in fractions)

@@ -44,7 +44,7 @@ def iter_lines(path: Path) -> Iterator[tuple[bytes, int]]:
         size += len(first)
         if size > MAX_LINE_BYTES:
             raise UserError(
-                f"{path}:{number}: line is longer than {MAX_LINE_BYTES:,} bytes; expected one document per line"
+                f"{path}:{number}: line is longer than {MAX_LINE_BYTES:,} bytes; write one document per line"
             )
         if others:
             number, size = number + len(others), len(others[-1])
@@ -114,7 +114,7 @@ def iter_table_texts(path: Path, column: str) -> Iterator[bytes]:
             raise UserError(f"{path}: no column {column!r}; {format_choices(column, names)} (--column)")
         if not _is_text_type(table.schema.field(column).type):
             raise UserError(
-                f"{path}: column {column!r} has type {table.schema.field(column).type}; expected text (--column)"
+                f"{path}: column {column!r} has type {table.schema.field(column).type}; it must be text (--column)"
             )
         for batch in table.iter_batches(column):
             for value in batch.column(column).cast(pa.large_string()).cast(pa.large_binary()):

@@ -138,7 +138,7 @@ def _read_text(row: dict[str, Any], column: str, where: str) -> str:
         raise UserError(f"{where}: no column {column!r}; {format_choices(column, list(row))} (--column)")
     value = row[column]
     if not isinstance(value, str | None):
-        raise UserError(f"{where}: column {column!r} has type {type(value).__name__}; expected text (--column)")
+        raise UserError(f"{where}: column {column!r} has type {type(value).__name__}; it must be text (--column)")
     return value or ""
 
 

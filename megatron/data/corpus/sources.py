@@ -135,13 +135,13 @@ def scan_sources(
         elif path.is_file():
             if not path.name.endswith(suffixes):
                 raise UserError(
-                    f"{path}: unknown suffix, expected one of {', '.join(suffixes)}; --suffixes "
+                    f"{path}: unknown suffix; it must be one of {', '.join(suffixes)}; --suffixes "
                     f"{path.suffix or 'SUFFIX'} reads such files as text"
                 )
             files.append(describe_source_file(path))
         else:
             check_reachable(path)
-            raise UserError(f"{path}: no such file or folder (expected a file, a folder, `python` or `shakespeare`)")
+            raise UserError(f"{path}: no such file or folder (it must be a file, a folder, `python` or `shakespeare`)")
     if hf_split is not None and not has_dataset:
         raise UserError(f"hf_split: {hf_split}: no source is a Hugging Face dataset (hf:NAME or saved on disk)")
     if column is not None and all(file.format in ("text", "python") for file in files):
@@ -416,7 +416,7 @@ def _read_json_text(line: str, where: str, key: str) -> str:
         raise BadDocumentError(f"{where}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadDocumentError(
-            f"{where}: JSON value is {JSON_TYPES[type(value)]}; expected an object with the key {key!r}"
+            f"{where}: JSON value is {JSON_TYPES[type(value)]}; it must be an object with the key {key!r}"
         )
     if key not in value:
         raise BadDocumentError(
@@ -424,7 +424,7 @@ def _read_json_text(line: str, where: str, key: str) -> str:
         )
     text = value[key]
     if not isinstance(text, str):
-        raise BadDocumentError(f"{where}: {key!r} is {JSON_TYPES[type(text)]}; expected a string")
+        raise BadDocumentError(f"{where}: {key!r} is {JSON_TYPES[type(text)]}; it must be a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -97,7 +97,7 @@ def read_analysis_request(
         RunError: a checkpoint is damaged.
     """
     if not runs and not configs:
-        raise UserError("no run given; expected a run folder, or a configuration with --config")
+        raise UserError("no run given; give a run folder, or a configuration with --config")
     check_analysis_names(options.only)
     check_precision(options.precision, options.device)
     trained_runs = open_runs(runs)

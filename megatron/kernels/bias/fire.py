@@ -80,7 +80,7 @@ def fire_bias(
     shapes |= {"weight2": (weight2, (heads, width)), "c": (c, (1,)), "multiplier": (multiplier, (1,))}
     for name, (x, shape) in shapes.items():
         if x.dtype != torch.float32 or x.shape != shape:
-            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; expected float32 {list(shape)}")
+            raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; it must be float32 {list(shape)}")
     i = first_column + torch.arange(offset, offset + rows, dtype=torch.float32, device=c.device)
     u = torch.log1p(c * torch.arange(offset + rows, dtype=torch.float32, device=c.device))
     z = torch.log1p(c * torch.maximum(multiplier * half_length, i)) + 1e-6

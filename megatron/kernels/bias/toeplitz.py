@@ -53,7 +53,7 @@ def toeplitz_bias(
     check_sizes(rows, columns, offset, dtype)
     if table.dim() != 2 or table.dtype != torch.float32 or table.shape[1] < offset + rows:
         raise ValueError(
-            f"table is {table.dtype} {list(table.shape)}; expected float32 [heads, at least {offset + rows}]"
+            f"table is {table.dtype} {list(table.shape)}; it must be float32 [heads, at least {offset + rows}]"
         )
     return _toeplitz(table, rows, columns, offset, dtype, float(above))
 

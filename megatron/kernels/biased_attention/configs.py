@@ -43,7 +43,7 @@ including spills. Two stages, which prefetch, are used if they add less than 10%
 process a tile of `bwd_dq`, eight need 1.4 to 2 times the instructions, because most of a warp's work does not shrink
 with its share of the tile. The remaining spills are mostly around the loop over columns, not inside it. For d = 64 on
 sm_90 the tiles are the fastest of ten that were timed on an H200 (docs/results/gpu_tiles.json). With one stage, ptxas
-miscompiles `bwd_dq` on sm_90 at d = 80 without a table (`kernels/uniform_registers.py`).
+miscompiles `bwd_dq` on sm_90 at d = 80 without a table (`kernels/compile.py`).
 """
 
 SINGLE = {

@@ -30,9 +30,9 @@ def main() -> int:
     own = max(own, int(arguments[:1] == ["-h"]))
     options, program = parser.parse_args(arguments[:own]), arguments[own:]
     if not program:
-        parser.error("no program given; expected a Python file, or -m and a module")
+        parser.error("no program given; give a Python file, or -m and a module")
     if not 1 <= options.devices <= MAX_DEVICES:
-        parser.error(f"--devices {options.devices}: expected 1 to {MAX_DEVICES}")
+        parser.error(f"--devices {options.devices}: it must be from 1 to {MAX_DEVICES}")
     try:
         environment = build_environment(get_gpu_model(options.gpu), devices=options.devices, ledger=options.ledger)
     except FarfieldError as error:

@@ -208,7 +208,7 @@ def test_compiled_equals_plain(device: str) -> None:
 @pytest.mark.parametrize(
     ("table", "changes", "message"),
     [
-        (torch.zeros(2, 7), {}, r"table is torch.float32 \[2, 7\]; expected float32 \[heads, at least 8\]"),
+        (torch.zeros(2, 7), {}, r"table is torch.float32 \[2, 7\]; it must be float32 \[heads, at least 8\]"),
         (torch.zeros(2, 8).half(), {}, "table is torch.float16"),
         (torch.zeros(2, 8), {"offset": -1}, "offset -1"),
         (torch.zeros(2, 8), {"dtype": torch.float64}, "dtype torch.float64; choose from"),
@@ -222,7 +222,7 @@ def test_invalid_arguments_are_rejected(table: Tensor, changes: dict[str, object
 def test_fire_refuses_parameters_of_another_shape(device: str) -> None:
     tensors = Case(2, 8, 8).fire(device)
     tensors[3] = torch.zeros(31, device=device)
-    with pytest.raises(ValueError, match=r"bias1 is torch.float32 \[31\]; expected float32 \[32\]"):
+    with pytest.raises(ValueError, match=r"bias1 is torch.float32 \[31\]; it must be float32 \[32\]"):
         fire_bias(*tensors, 8, 8, half_length=4.0)
     with pytest.raises(ValueError, match="width 65; the maximum is 64 and 64"):
         fire_bias(*Case(2, 8, 8, W=65).fire(device), 8, 8, half_length=4.0)

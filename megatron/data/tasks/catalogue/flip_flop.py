@@ -33,9 +33,7 @@ class FlipFlop(Task):
         return range(FIRST_BIT, FIRST_BIT + 2)
 
     def describe_unsupported_length(self, length: int) -> str | None:
-        return (
-            None if length >= 4 and length % 2 == 0 else "expected an even length of at least 4 for a write and a read"
-        )
+        return None if length >= 4 and length % 2 == 0 else "it must be even and at least 4, for a write and a read"
 
     def get_sequence_length(self, length: int) -> int:
         return length
