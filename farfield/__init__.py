@@ -32,11 +32,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import an attribute on first access (PEP 562)."""
+    """Import an attribute on first access (PEP 562).
+
+    Raises ImportError if another project's `megatron` hides this one's.
+    """
     for module, names in _MODULES.items():
         if name in names:
             from importlib import import_module
 
+            from farfield.namespace import describe_foreign_megatron
+
+            if (hidden := describe_foreign_megatron()) is not None:
+                raise ImportError(hidden)
             return getattr(import_module(module), name)
     raise AttributeError(f"module 'farfield' has no attribute {name!r}; it has {', '.join(__all__)}")
 

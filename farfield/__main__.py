@@ -9,7 +9,7 @@ def start() -> None:
     """Exit if another project's `megatron` hides this one's; else handle signals until a command does so itself."""
     error = describe_foreign_megatron()
     if error is not None:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     from megatron.utils.signals import install_exit_handlers
 

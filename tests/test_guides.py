@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 from importlib.metadata import requires
 from pathlib import Path
@@ -64,6 +66,20 @@ def run_commands(
     return printed
 
 
+def run_block(page: str, contents: str, folder: Path, program: str = "") -> list[str]:
+    """Run a page's only block with these contents in a shell, and return the lines that it prints.
+
+    Args:
+        program: name of a program that is replaced by one that prints its arguments.
+    """
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", (ROOT / "docs" / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    (block,) = (each for each in blocks if contents in each)
+    stand_in = f'{program}() {{ echo "$*"; }}\n' if program else ""
+    done = subprocess.run(["bash", "-ec", stand_in + block], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 def write_tokenizer(path: Path) -> None:
     """Write a tokenizer with fewer tokens than the embedding of a stand-in checkpoint has rows."""
     words = ["</s>", "?", *dict.fromkeys(" ".join(TEXTS[:1]).split())]
@@ -109,25 +125,40 @@ def test_on_your_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     sbatch.write_text("#!/bin/sh\necho 17\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
-    printed = run_commands("on_your_cluster.md", tmp_path, without=("rehearse", "status"))
+    printed = run_commands("on_your_cluster.md", tmp_path, without=("rehearse",))  # see tests/cuda/test_rehearse.py
     assert "keys of the first layout" in printed
     assert "submitted SLURM job 17" in printed
     assert (tmp_path / "runs" / "first" / "job.sbatch").is_file()
 
 
-def test_only_three_packages_need_torch() -> None:
+def test_only_three_packages_need_torch(tmp_path: Path) -> None:
     """The commands for a container with its own torch install everything else, and nothing that would replace it."""
-    page = (ROOT / "docs" / "on_your_cluster.md").read_text(encoding="utf-8")
-    (extra,) = re.findall(r"^pip install -r others.txt (.*)$", page, flags=re.MULTILINE)
-    (first,) = re.findall(r"^grep -E '(.*)' requirements.txt", page, flags=re.MULTILINE)
-    (others,) = re.findall(r"^grep -vE '(.*)' requirements.txt", page, flags=re.MULTILINE)
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    without = {Requirement(line.split("#")[0]).name for line in lines if re.search(first, line)}
-    rest = (line.split("#")[0] for line in lines if not re.search(others, line))
-    normal = list_all_requirements({Requirement(line).name for line in rest if line} | set(extra.split()))
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
+    first, others = (
+        words.split() for words in run_block("on_your_cluster.md", "pip install --no-deps", tmp_path, "pip")
+    )
+    assert first == ["install", "--no-deps", ".", "-r", "first.txt"]
+    assert others[:3] == ["install", "-r", "others.txt"]
+    without, rest = (
+        {Requirement(line.split("#")[0]).name for line in (tmp_path / name).read_text().splitlines() if line[:1] != "#"}
+        for name in ("first.txt", "others.txt")
+    )
+    normal = list_all_requirements(rest | set(others[3:]))
     assert without == {"deepspeed", "megatron-core"}
     assert not normal & {"torch", "triton", *without}
     assert list_all_requirements(without, levels=1) - without - {"torch"} <= normal
+
+
+def test_the_search_for_infiniband_finds_every_line_of_its_table(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "on_your_cluster.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| the log says .*\n\|-.*\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
+    lines = [line for row in table.splitlines() for line in re.findall("`(.*?)`", row.split("|")[1])]
+    assert len(lines) > 5
+    log = tmp_path / "runs" / "first" / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("".join(f"node1:17:17 [0] NCCL INFO {line}\nanother line\n" for line in lines))
+    found = run_block("on_your_cluster.md", "runs/first/log.txt", tmp_path)
+    assert found == [f"node1:17:17 [0] NCCL INFO {line}" for line in lines]
 
 
 def list_all_requirements(names: set[str], levels: int = 10) -> set[str]:
@@ -148,8 +179,9 @@ def test_the_papers_data(tmp_path: Path) -> None:
         (tmp_path / "pg19" / "train" / f"{number}.txt").write_text(text)
     write_jsonl(tmp_path / "texts.jsonl")
     texts = (tmp_path / "texts.jsonl").read_bytes()
-    (tmp_path / "dolma").mkdir()
-    (tmp_path / "dolma" / "arxiv-00.jsonl.gz").write_bytes(gzip.compress(texts))
+    downloads = [line.split() for line in run_block("corpora.md", "curl", tmp_path, "curl")]
+    assert [words[2][-12:] for words in downloads] == [f"{number:04d}.json.gz" for number in range(100)]
+    (tmp_path / downloads[0][1]).write_bytes(gzip.compress(texts))
     (tmp_path / "pile.jsonl.zst").write_bytes(zstandard.compress(texts))
     small = {"^hf:.*": "hf:hub", "^10000000000$": "5000", "^8$": "1"}
     run_commands("corpora.md", tmp_path, replaced=small)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from farfield.namespace import find_foreign_megatron
+from farfield.namespace import describe_foreign_megatron
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (
@@ -23,6 +23,7 @@ FILES = (
     "requirements.txt",
     "requirements-eval.txt",
 )
+CORE = Path(sysconfig.get_path("purelib")).resolve() / "megatron"
 FOLDERS = ("farfield", "megatron", "configs")
 TINY = (
     "num_layers=1", "hidden_size=32", "num_attention_heads=2", "seq_length=16", "train_batch_size=2", "train_iters=2",
@@ -115,21 +116,38 @@ def test_another_projects_megatron_is_refused(kind: str, installed: Path, tmp_pa
         (other / "__init__.py").touch()
     done = run(installed, "--version", folder=tmp_path, PYTHONPATH=str(other.parent))
     assert done.returncode == 2
-    assert done.stderr == (
-        f"error: {other} hides Farfield's package `megatron`; remove its parent from PYTHONPATH, or uninstall it\n"
-    )
+    hidden = f"{other} hides Farfield's package `megatron`; remove its parent from PYTHONPATH, or uninstall it\n"
+    assert done.stderr == f"error: {hidden}"
+    command = [installed / "python", "-P", "-c", "import farfield; farfield.load"]
+    environment = os.environ | {"PYTHONPATH": str(other.parent)}
+    imported = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert imported.stderr.endswith(f"ImportError: {hidden}")
 
 
-def test_a_checkout_comes_before_megatron_lm_but_not_before_a_regular_package(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("files", "hidden"),
+    [
+        (("training/global_vars.py",), None),
+        (("training/global_vars.py", "core/__init__.py"), f"`megatron.core` of {CORE}"),
+        (("__init__.py",), "Farfield's package `megatron`"),
+    ],
+)
+def test_a_checkout_beside_megatron_lm_is_right_or_refused(
+    files: tuple[str, ...], hidden: str | None, tmp_path: Path
+) -> None:
+    """A checkout's own modules come first, but not before a regular package, and megatron-core is the installed one."""
     other = tmp_path / "megatron"
-    (other / "training").mkdir(parents=True)
-    for is_regular, expected in ((False, 0), (True, 2)):
-        if is_regular:
-            (other / "__init__.py").touch()
-        done = subprocess.run(
-            [sys.executable, ROOT / "deepy.py", "keys", "seq_length"],
-            env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == expected, done.stderr
-        assert done.stderr.startswith(f"error: {other} hides") == is_regular
-    assert find_foreign_megatron() is None
+    for name in files:
+        (other / name).parent.mkdir(parents=True, exist_ok=True)
+        (other / name).touch()
+    done = subprocess.run(
+        [sys.executable, ROOT / "deepy.py", "keys", "seq_length"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == (0 if hidden is None else 2), done.stderr
+    if hidden is not None:
+        assert done.stderr == (f"error: {other} hides {hidden}; remove its parent from PYTHONPATH, or uninstall it\n")
+
+
+def test_nothing_is_hidden_here() -> None:
+    assert describe_foreign_megatron() is None

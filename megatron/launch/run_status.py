@@ -22,6 +22,7 @@ from rich.text import Text
 from megatron.checkpoint import layout, run_folder
 from megatron.checkpoint.run_folder import LOCK, get_config_path
 from megatron.config.yaml_files import format_value, read_yaml
+from megatron.launch.slurm import CONFIGURATION, SCRIPT
 from megatron.training.metrics_log import (
     DIVERGED_KIND,
     HEARTBEAT_FILE,
@@ -53,7 +54,7 @@ class RunStatus:
 
     run: str
     state: str
-    """starting, training, validating, evaluating, saving, finished, diverged, imported, or stopped."""
+    """submitted, starting, training, validating, evaluating, saving, finished, diverged, imported, or stopped."""
     step: int
     train_iters: int | None
     loss: float | None
@@ -72,6 +73,8 @@ class RunStatus:
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """Return the runs at the given paths, each a run's folder or a folder of runs.
 
+    A folder with a submitted job's script counts as a run until the job has written one.
+
     Raises:
         UserError: there are no runs.
     """
@@ -85,6 +88,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             raise UserError(f"{path}: no such folder; {suggestion}".rstrip("; "))
         candidates = [path] if _is_run(path) else sorted(_walk_run_folders(path))
         found_runs = [run for run in candidates if _is_run(run)]
+        found_runs += [
+            folder
+            for folder in candidates
+            if (folder / SCRIPT).is_file() and not any(run.is_relative_to(folder) for run in found_runs)
+        ]
         if not found_runs:
             raise UserError(f"{path}: contains no run")
         runs += [run for run in found_runs if run not in runs]
@@ -92,10 +100,10 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def _walk_run_folders(path: Path) -> Iterator[Path]:
-    """Yield folders with a run's files. Checkpoints are excluded because training may rename them meanwhile."""
+    """Yield folders with files of a run or job. Checkpoints are excluded because training may rename them meanwhile."""
     for folder, subfolders, files in os.walk(path):
         subfolders[:] = [name for name in subfolders if name != layout.CHECKPOINTS]
-        if not {layout.CONFIG, LOCK, METRICS_FILE}.isdisjoint(files):
+        if not {layout.CONFIG, LOCK, METRICS_FILE, SCRIPT}.isdisjoint(files):
             yield Path(folder)
 
 
@@ -146,8 +154,9 @@ def read_status(run: Path) -> RunStatus:
         saved = [number for value in layout.list_checkpoints(run) if (number := layout.parse_step(value)) is not None]
     with problems.report(run / HEARTBEAT_FILE):
         beat = read_heartbeat(run)
+    is_submitted = (run / SCRIPT).is_file() and not _is_run(run)
     with problems.report(run / layout.CONFIG):
-        if (configured := get_config_path(run)).exists():
+        if (configured := run / CONFIGURATION if is_submitted else get_config_path(run)).exists():
             train_iters = _read_key(configured, "train_iters", int)
     train = [record for record in records if record.get("kind") == "train"]
     valid = [record for record in records if record.get("kind") == "valid"]
@@ -156,7 +165,9 @@ def read_status(run: Path) -> RunStatus:
     reached = _get_finite(beat.get("step")) if alive else None
     step = max(last.get("step", 0), *saved, int(reached or 0))
     state, phase = "stopped", str(beat.get("phase", "start")) if alive else None
-    if phase is not None:
+    if is_submitted:
+        state = "submitted"
+    elif phase is not None:
         state = _STATES.get(phase, "training")
     elif records and records[-1].get("kind") == DIVERGED_KIND:
         state, step = DIVERGED_KIND, max(step, int(records[-1]["step"]))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from documented import list_commands
 
 from megatron.config.load import load_config
 from megatron.rehearsal.null_device.environment import get_gpu_model
@@ -102,6 +103,21 @@ def test_an_interrupted_rehearsal_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("farfield-rehearsal-*"))
     names = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False).stdout
     assert names == "", "no rank is left"
+
+
+def test_the_guide_to_clusters_rehearses(tmp_path: Path) -> None:
+    """The guide's command runs with a cluster's file, on a smaller model and fewer GPUs."""
+    page = (ROOT / "docs" / "on_your_cluster.md").read_text(encoding="utf-8")
+    (words,) = (words[1:] for words in list_commands(page) if words[1] == "rehearse")
+    cluster = (ROOT / "configs" / "cluster" / "slurm_a100.yml").read_text(encoding="utf-8")
+    (tmp_path / "mine.yml").write_text(cluster, encoding="utf-8")
+    words[words.index("--gpus") + 1] = "4"
+    done = subprocess.run(
+        [sys.executable, ROOT / "deepy.py", *words, *SMALL], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fits" in done.stdout
+    assert not (tmp_path / "runs").exists()
 
 
 def test_errors_match_those_of_the_run() -> None:

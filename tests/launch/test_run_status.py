@@ -181,6 +181,22 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert build_status_table([read_status(run) for run in runs]).row_count == 2
 
 
+def test_a_submitted_job_is_listed_until_it_has_written_a_run(tmp_path: Path) -> None:
+    waiting, sweep = tmp_path / "runs" / "waiting", tmp_path / "runs" / "sweep"
+    for folder in (waiting, sweep):
+        folder.mkdir(parents=True)
+        (folder / "job.sbatch").touch()
+    (waiting / "job.yml").write_text("train_iters: 200\n")
+    status = read_status(waiting)
+    assert (status.state, status.step, status.train_iters) == ("submitted", 0, 200)
+    run = make(sweep / "a")
+    assert find_runs([tmp_path / "runs"]) == [run, waiting]
+    assert find_runs([sweep]) == [run]
+    lock = RunLock(waiting)
+    assert (read_status(waiting).state, find_runs([waiting])) == ("starting", [waiting])
+    lock.release()
+
+
 def test_unknown_facts_have_no_column(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     headers, rows = format_status_cells([read_status(run)])

@@ -1,5 +1,6 @@
 """Tiny corpus and configuration, with which a whole run takes a fraction of a second."""
 
+import io
 import json
 import signal
 import time
@@ -8,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tokenizers as hf
 import torch
 from forked import Forked
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import layout
@@ -63,6 +66,23 @@ def write_corpora(folder: Path) -> Path:
         workers=1,
     )
     return corpus.folder
+
+
+def train_and_print(config: Config, **options: Any) -> tuple[str, Any]:
+    """Train without the announcements of a slow machine, and return what is printed and the result.
+
+    Args:
+        options: options of the console, by default 400 characters wide.
+    """
+    from megatron.training import console, training_run
+    from megatron.training.train import train
+
+    stream = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "MAX_SILENCE", 1e6)
+        patch.setattr(console, "QUIET_SECONDS", 1e6)
+        result = train(config, Console(file=stream, **{"width": 400, **options}))
+    return stream.getvalue(), result
 
 
 def tiny_config(corpus: Path, run: Path | None = None, **keys: Any) -> Config:

@@ -11,7 +11,7 @@ import torch
 from models import build_model
 from rich.console import Console
 from screen import Clock, terminal
-from tiny_runs import tiny_config
+from tiny_runs import tiny_config, train_and_print
 
 from megatron.checkpoint.run_folder import RESOLVED_CONFIG
 from megatron.distributed.hardware import LocalHardware
@@ -148,12 +148,11 @@ def test_a_run_prints_a_summary_at_start_and_end(corpus: Path, tmp_path: Path, m
         zero_optimization={"stage": 1},
     )  # fmt: skip
     model = build_model(config.model, config.position, 61, device="meta")
-    stream = io.StringIO()
     # At a millionth of a step's FLOPs per second, two steps take two million seconds.
     step = model.count_flops_per_token(16) * 8 * 16
     monkeypatch.setattr(summary, "measure_matmul_tflops", lambda *place, **shape: step / 1e6)
-    result = train(config, Console(file=stream, width=300))
-    first, _, epochs, _, last = stream.getvalue().splitlines()
+    text, result = train_and_print(config)
+    first, _, epochs, _, last = text.splitlines()
     assert epochs.startswith("training text: ")
     threads = format_quantity(torch.get_num_threads(), "thread")
     assert first == (

@@ -1,6 +1,5 @@
 """A run with a bad loss rolls back like a restart and skips the data; or it stops."""
 
-import io
 import json
 import math
 from pathlib import Path
@@ -9,13 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from rich.console import Console
-from tiny_runs import losses, records, same_weights, tiny_config
+from tiny_runs import losses, records, same_weights, tiny_config, train_and_print
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import load_config
-from megatron.config.schema import Config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.process_groups import build_single_process_groups
@@ -46,12 +43,6 @@ def spike(monkeypatch: pytest.MonkeyPatch, *steps: int, factor: float = 100.0) -
     monkeypatch.setattr(Engine, "forward_backward", accumulate)
 
 
-def printed(config: Config) -> str:
-    out = io.StringIO()
-    train(config, Console(file=out, width=300))
-    return out.getvalue()
-
-
 def progress(run: Path) -> TrainerState:
     return TrainerState.read(layout.resolve_checkpoint_path(run))
 
@@ -71,7 +62,7 @@ def test_a_spike_rolls_back_like_a_restart_and_skips_the_data(
 
     went_back = tmp_path / "went_back"
     spike(monkeypatch, 6)
-    text = printed(tiny_config(corpus, went_back, on_bad_loss="rollback", loss_spike=3.0, **KEYS))
+    text = train_and_print(tiny_config(corpus, went_back, on_bad_loss="rollback", loss_spike=3.0, **KEYS))[0]
     assert "step 6: its loss " in text
     assert "rolling back to " in text
     assert "step_0000004 and skipping the data read since" in text
@@ -93,7 +84,7 @@ def test_skipped_data_stays_skipped_after_a_resume(
     with monkeypatch.context() as patch:
         spike(patch, 4)
         train(tiny_config(corpus, tmp_path / "parts", **keys | {"train_iters": 6, "lr_decay_iters": 8}))
-    text = printed(tiny_config(corpus, tmp_path / "parts", load=str(tmp_path / "parts"), **keys))
+    text = train_and_print(tiny_config(corpus, tmp_path / "parts", load=str(tmp_path / "parts"), **keys))[0]
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert same_weights(tmp_path / "parts", tmp_path / "whole")
     assert "rolled back once because of its loss, skipping 8 sequences" in text
@@ -109,7 +100,7 @@ def test_non_finite_steps_roll_back(corpus: Path, tmp_path: Path, monkeypatch: p
         return usual(self, micro_batches, *args, **kwargs)
 
     monkeypatch.setattr(Engine, "forward_backward", accumulate)
-    text = printed(tiny_config(corpus, tmp_path, on_bad_loss="rollback", max_bad_steps=2, **KEYS))
+    text = train_and_print(tiny_config(corpus, tmp_path, on_bad_loss="rollback", max_bad_steps=2, **KEYS))[0]
     assert "step 4 skipped: its loss is nan (1 in a row, stop at 2)" in text
     assert "step 5: its loss is nan, for 2 steps in a row (max_bad_steps); rolling back to" in text
     assert all(json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[4:])
@@ -267,7 +258,7 @@ def test_a_rollback_that_fails_tries_the_checkpoint_before(
 ) -> None:
     break_weights(monkeypatch, 4, factor)  # directly after a good loss, before a save
     config = tiny_config(corpus, tmp_path, on_bad_loss="rollback", max_bad_steps=1, **KEYS)
-    text = printed(config)
+    text = train_and_print(config)[0]
     if factor != math.inf:  # the broken state is saved, loaded once, and moved aside
         assert "rolling back to " in text
         assert list((tmp_path / "checkpoints" / "abandoned").rglob("step_0000004"))

@@ -1,6 +1,5 @@
 """Runs in stages and branches: bit for bit equal to an unbroken run, and every token once."""
 
-import io
 import itertools
 import re
 from collections.abc import Callable
@@ -10,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
-from tiny_runs import VOCABULARY, losses, records, same_weights, tiny_config, train_with_processes
+from tiny_runs import VOCABULARY, losses, records, same_weights, tiny_config, train_and_print, train_with_processes
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
@@ -60,9 +58,7 @@ def staged(corpus: Path, run: Path | None = None, **keys: Any) -> Config:
 
 
 def printed(config: Config) -> list[str]:
-    stream = io.StringIO()
-    train(config, Console(file=stream, width=400))
-    return stream.getvalue().splitlines()
+    return train_and_print(config)[0].splitlines()
 
 
 class Killed(Exception):

@@ -1,6 +1,5 @@
 """Whole runs: reports, ends, and no leftover files."""
 
-import io
 import math
 import os
 import re
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from tiny_runs import losses, records, same_weights, tiny_config
+from tiny_runs import losses, records, same_weights, tiny_config, train_and_print
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
@@ -23,18 +21,12 @@ from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
 
 
-def printed(config, **options) -> tuple[str, object]:  # type: ignore[no-untyped-def]
-    stream = io.StringIO()
-    result = train(config, Console(file=stream, width=200, **options))
-    return stream.getvalue(), result
-
-
 def test_a_run_learns_and_reports(corpus: Path, tmp_path: Path) -> None:
     config = tiny_config(
         corpus, tmp_path, train_iters=30, log_interval=10, eval_interval=20, peak_tflops=0.5, use_tensorboard=True,
         test_data_paths=[str(corpus / "test_text_document")],
     )  # fmt: skip
-    text, result = printed(config)
+    text, result = train_and_print(config)
     assert list(records(tmp_path)) == [10, 20, 30]
     assert list(records(tmp_path, "valid")) == [20, 30]
     assert list(records(tmp_path, "test")) == [30]
@@ -128,7 +120,7 @@ def test_nothing_is_written_without_a_folder(corpus: Path, tmp_path: Path, monke
 
 
 def test_a_terminal_gets_a_bar(corpus: Path) -> None:
-    text, _ = printed(tiny_config(corpus, train_iters=2), force_terminal=True)
+    text, _ = train_and_print(tiny_config(corpus, train_iters=2), force_terminal=True)
     assert "training" in text
     assert "2/2" in text
 
@@ -165,7 +157,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
 
 def test_a_bad_step_is_skipped(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {2})
-    text, _ = printed(tiny_config(corpus, tmp_path))
+    text, _ = train_and_print(tiny_config(corpus, tmp_path))
     assert "step 2 skipped: its loss is nan (1 in a row, stop at 3)" in text
     found = records(tmp_path)
     assert found[2]["loss"] is None
@@ -224,7 +216,7 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes(
     before = signal.getsignal(number)
     with monkeypatch.context() as patched:
         patched.setattr(Engine, "step", step)
-        text, result = printed(tiny_config(corpus, tmp_path / "run"))
+        text, result = train_and_print(tiny_config(corpus, tmp_path / "run"))
     assert signal.getsignal(number) == before
     assert (result.step, result.signal, result.exit_code) == (2, number, 128 + number)
     output = text.splitlines()[-2:]  # on a busy machine, the thread that acknowledges the signal may print last

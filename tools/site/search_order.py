@@ -19,7 +19,7 @@ PAGE_BOOSTS = {
 GUIDE_BOOST = 4.0
 """Boost of all other pages of docs/, the guides."""
 TAGS = {
-    "evaluation.md": ["length extrapolation", "leaderboard"],
+    "evaluation.md": ["length extrapolation", "leaderboard", "LaTeX table"],
     "training.md": ["resume", "resuming", "checkpoint"],
     "data.md": ["tokenizer"],
     "schedules.md": ["learning rate"],
@@ -28,9 +28,9 @@ TAGS = {
     "planning.md": ["out of memory"],
     "parallel.md": ["multi GPU", "context parallel", "tensor parallel"],
     "export.md": ["export to transformers", "Hugging Face"],
-    "from_neox.md": ["GPT-NeoX"],
+    "from_neox.md": ["GPT-NeoX", "GPT-NeoX checkpoint"],
     "optimizers.md": ["muP", "Muon"],
-    "on_your_cluster.md": ["SLURM"],
+    "on_your_cluster.md": ["SLURM", "Docker", "NGC container"],
 }
 """Search terms of readers that do not occur in the headings of the guide that answers them."""
 QUESTIONS = {
@@ -48,6 +48,9 @@ QUESTIONS = {
     "multi GPU": "parallel.html",
     "SLURM": "on_your_cluster.html",
     "loss spike": "stability.html",
+    "LaTeX table": "evaluation.html",
+    "NGC container": "on_your_cluster.html",
+    "GPT-NeoX checkpoint": "from_neox.html",
 }
 """Questions of readers, and the page that must be the first answer."""
 

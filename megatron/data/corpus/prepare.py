@@ -54,6 +54,7 @@ from megatron.utils.atomic_directory import (
     recover_stale_work,
 )
 from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.progress import IMPORTING
 from megatron.utils.project import get_farfield_version
 from megatron.utils.signals import StoppedBySignal
 
@@ -151,6 +152,7 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) 
     if options.vocab_size is not None and tokenizer.vocab_size < options.vocab_size:
         notes.append(f"the text yielded {tokenizer.vocab_size} tokens; {options.vocab_size} were requested")
     split_names = _list_split_names(recipe.split_fractions)
+    documents.report_progress(IMPORTING, 0)  # by the writer of datasets
     writer = CorpusWriter(
         work, split_names, tokenizer.vocab_size, {"limit": documents.limit}, earlier, options.skip_bad
     )
