@@ -304,7 +304,7 @@ class ConfigLayers:
                 self.problems.append(f"{where}: {name} is {format_value(value)}; choose from {choices}")
             return
         if key is None and not (parent and parent.allows_free_values):
-            self.problems.append(f"{where}: {self._describe_unknown_key(path)}")
+            self.problems.append(f"{where}: {self._describe_unknown_key(path, value)}")
             return
         if key is not None and (key.opens or key.allows_free_values):
             if not isinstance(value, dict):
@@ -367,9 +367,15 @@ class ConfigLayers:
                 f"{'.'.join(path)} {format_value(dropped.value)} ({dropped.where}) dropped: it belongs to {owner}"
             )
 
-    def _describe_unknown_key(self, path: KeyPath) -> str:
-        """Describe an unknown key, for example `unknown key 'num_layrs'; did you mean num_layers?`."""
+    def _describe_unknown_key(self, path: KeyPath, given: Any) -> str:
+        """Describe an unknown key, for example `unknown key 'num_layrs'; did you mean num_layers?`.
+
+        given: value of the key, for the form to write.
+        """
         name = ".".join(path)
+        if (parent := list_config_keys().get(path[:-1])) is not None and parent.takes_mapping:
+            form = f"'{{{path[-1]}: {format_value(given)}}}'"
+            return f"unknown key {name!r}; {parent.name} is set as a whole: {parent.name}={form}"
         if path == ("sweep",):
             return "sweep: use `./deepy.py sweep` to run a file with this section"
         key, _, value = path[-1].partition(":")

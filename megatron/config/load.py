@@ -49,6 +49,8 @@ from megatron.utils.project import SHIPPED_CONFIGS
 CONFIG_SUFFIXES = ("", ".yml", ".yaml")
 _DEFAULT = "default"
 """Origin of a key that no layer sets."""
+LEADING_KEY = re.compile(r"(?:[\w.]*\w(?=[ :,]))?")
+"""Pattern for the word at the start of a message, which is a key if the message is about one, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,15 @@ class LoadedConfig:
 
     @contextmanager
     def locate_errors(self) -> Iterator[None]:
-        """Prefix errors about a key with the file and line that set it."""
+        """Prefix errors about a key with the file and line that set it.
+
+        The key is that of the error, or the one with which its message begins.
+        """
         try:
             yield
         except UserError as error:
-            where = self.layers.locate(tuple(error.key.split("."))) if error.key else None
+            key = error.key or LEADING_KEY.match(str(error))[0]  # type: ignore[index]
+            where = self.layers.locate(tuple(key.split("."))) if key else None
             raise (UserError(f"{where}: {error}") if where else error) from None
 
 
@@ -128,6 +134,8 @@ def split_override(text: str) -> tuple[str, Any]:
     name = name.strip().removeprefix("--")
     if not equals or not name:
         raise UserError(f"command line: {text!r} is not key=value")
+    if not value.strip():
+        raise UserError(f"command line: {name} is empty; write {name}=VALUE, or {name}=null to unset it")
     return name, parse_scalar(value, f"command line: {name}")
 
 
