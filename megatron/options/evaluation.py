@@ -20,6 +20,8 @@ Measure = Literal["perplexity", "delta_perplexity", "position", "long_perplexity
 MAX_EVALUATION_LENGTH = 2**40
 Length = Annotated[int, Field(ge=1, lt=MAX_EVALUATION_LENGTH)]
 """Window length, in tokens."""
+Multiple = Annotated[float, Field(gt=0, lt=MAX_EVALUATION_LENGTH)]
+"""Window length, in training lengths."""
 
 
 def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
@@ -41,17 +43,12 @@ def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
         except ValueError:
             value = 0  # rejected below
         if not 0 < value < MAX_EVALUATION_LENGTH:
-            raise build_length_error(part)
+            raise UserError(f"lengths: {part!r} is not a length; write tokens (128,256) or training lengths (1x,2x)")
         if isinstance(value, int):
             tokens.append(value)
         else:
             multiples.append(value)
     return ({"lengths": tokens} if tokens else {}) | ({"multiples": multiples} if multiples else {})
-
-
-def build_length_error(part: str) -> UserError:
-    """Build the error for an invalid length."""
-    return UserError(f"lengths: {part!r} is not a length; write tokens (128,256) or training lengths (1x,2x)")
 
 
 class LengthOptions(ConfigSection):
@@ -158,7 +155,7 @@ class EvaluationOptions(LengthOptions):
         min_length=1,
         metavar=LENGTHS_METAVAR,
     )
-    multiples: list[float] | None = config_field(
+    multiples: list[Multiple] | None = config_field(
         None, "context lengths in training lengths; 1 to 32 if both these and lengths are absent", min_length=1
     )
     protocol: Protocol = config_field(
