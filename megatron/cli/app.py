@@ -63,7 +63,12 @@ class Command(TyperCommand):
     """Command that rejects empty arguments and values; an empty path would mean the current folder."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        flags = {flag for param in self.params for flag in param.opts if flag.startswith("-")}
+        flags = {
+            flag
+            for param in self.params
+            for flag in param.opts
+            if flag.startswith("-") and not getattr(param, "is_flag", False)
+        }
         for word, previous in zip(args, ["", *args], strict=False):
             flag, has_value, value = word.partition("=")
             if word == "":
@@ -73,7 +78,8 @@ class Command(TyperCommand):
             else:
                 continue
             if name not in EMPTY_OPTIONS:
-                raise UserError(f"{name} is empty; give a value or omit it")
+                hint = "; write --prompt '' for an empty text" if "--prompt" in flags and name == "an argument" else ""
+                raise UserError(f"{name} is empty; give a value or omit it{hint}")
         return super().parse_args(ctx, args)
 
 

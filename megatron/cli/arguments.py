@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
@@ -79,15 +80,21 @@ ConfigFolder = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON array instead of a table.")]
 
 
-def add_section_options(section: type[ConfigSection], exclude: Sequence[str] = ()) -> Callable[..., Any]:
-    """Add one option per key of a section to a command that takes `**options`, with type, bounds, default and help."""
+def add_section_options(
+    section: type[ConfigSection], set_by: Mapping[str, str] = MappingProxyType({})
+) -> Callable[..., Any]:
+    """Add one option per key of a section to a command that takes `**options`, with type, bounds, default and help.
+
+    set_by: keys without an option, and the keys whose options set them too.
+    """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function, eval_str=True)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         names = {parameter.name for parameter in own}
-        fields = {name: field for name, field in section.model_fields.items() if name not in {*exclude, *names}}
+        fields = {name: field for name, field in section.model_fields.items() if name not in {*set_by, *names}}
         flags = {name: list_flags(name, field)[0] for name, field in fields.items()}
+        flags |= {name: flags[other] for name, other in set_by.items()}
         parameters = [*own, *(build_option(name, field) for name, field in fields.items())]
 
         @wraps(function)
