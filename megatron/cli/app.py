@@ -11,6 +11,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from megatron.cli.convert import export, import_, prepare
 from megatron.cli.evaluate import analyze, evaluate, generate, report
+from megatron.cli.help_page import print_command_help
 from megatron.cli.run_command import pass_errors_through, run_command
 from megatron.cli.show import checkpoints, keys, positions, status, tasks, what_was_in
 from megatron.cli.train import plan, rehearse, sweep, train
@@ -60,7 +61,12 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """Command that rejects empty arguments and values; an empty path would mean the current folder."""
+    """Command with our help page. It rejects empty arguments and values; an empty path would be the current folder."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from megatron.utils.console import PlainConsole
+
+        print_command_help(self, ctx, PlainConsole())
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = {

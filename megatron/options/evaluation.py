@@ -169,7 +169,8 @@ class EvaluationOptions(LengthOptions):
     )
     targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = config_field(
         None,
-        "with last: tokens scored per window, one or several numbers; if absent, the training length (16 for repeated)",
+        "with protocol last: tokens scored per window, one or several numbers; the training length if absent (16 for "
+        "repeated)",
         min_length=1,
     )
     depths: Annotated[Depths | None, CommaSeparated] = config_field(
@@ -186,10 +187,12 @@ class EvaluationOptions(LengthOptions):
         le=1,
     )
     stride: int | None = config_field(
-        None, "with strided: tokens from one window to the next, all of which are scored", ge=1
+        None, "with protocol strided: tokens from one window to the next, all of which are scored", ge=1
     )
     min_context: int | None = config_field(
-        None, "with overlapping: minimum number of tokens before each scored token; windows overlap by this many", ge=1
+        None,
+        "with protocol overlapping: minimum number of tokens before each scored token; windows overlap by this many",
+        ge=1,
     )
     measures: Annotated[list[Measure] | None, CommaSeparated] = config_field(
         None,
@@ -200,25 +203,27 @@ class EvaluationOptions(LengthOptions):
     )
     smoothing: int | None = config_field(
         None,
-        "with token_loss: width of the moving average, an odd number; 101 positions if absent, fewer in short windows",
+        "with the measure token_loss: width of the moving average, an odd number; 101 positions if absent, fewer in "
+        "short windows",
         ge=1,
     )
     key_tokens: str | None = config_field(
-        None, "with long_perplexity: file with the key tokens of a reference run (find_key_tokens)"
+        None,
+        "with the measure long_perplexity: file with the key tokens of a reference run, which find_key_tokens writes",
     )
     find_key_tokens: bool = config_field(
         False,
-        "use the first run as the reference of long_perplexity, and write its key tokens to the file in key_tokens",
+        "use the first run as the reference of long_perplexity, and write its key tokens to the file of key_tokens",
     )
     key_alpha: float | None = config_field(
         None,
-        "with find_key_tokens: smallest gain in log-probability that a key token has from the long context, in nats; "
+        "for find_key_tokens: a key token gains at least this log-probability from the long context, in nats; "
         "2 if absent",
         ge=0,
     )
     key_beta: float | None = config_field(
         None,
-        "with find_key_tokens: smallest log-probability of a key token in the long context, in nats; -2 if absent",
+        "for find_key_tokens: a key token has at least this log-probability in the long context, in nats; -2 if absent",
         le=0,
     )
     data: str | None = config_field(
