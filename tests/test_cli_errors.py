@@ -135,6 +135,8 @@ MISTAKES = {
     ("train", "tiny", "train_iters=0"): "command line: train_iters, the number of optimizer steps, is 0; expected at",
     ("train", "tiny", "device=cuda"): "command line: device is cuda, but this machine has no CUDA device",
     ("train", "tiny", "harness.metadata.tokenizer=x"): "is set as a whole: harness.metadata='{tokenizer: x}'",
+    ("train", "tiny", "harness.tasks=pqia"): "command line: harness.tasks: unknown task 'pqia'; did you mean",
+    ("evaluate", "run", "--tasks", "pqia"): "error: --tasks: unknown task 'pqia'; did you mean",
     ("plan", "125M", "--gpu", "v1000"): "--gpu v1000: unknown GPU; did you mean v100-16gb or v100-32gb?",
     ("evaluate", "run", "--lengths", "1.3x"): "--lengths: 1.3x is ",
     ("generate", "run", ""): "an argument is empty; give a value or omit it; write --prompt '' for an empty text",
