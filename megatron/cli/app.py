@@ -13,7 +13,7 @@ from megatron.cli.convert import export, import_, prepare
 from megatron.cli.evaluate import analyze, evaluate, generate, report
 from megatron.cli.help_page import print_command_help
 from megatron.cli.run_command import pass_errors_through, run_command
-from megatron.cli.show import checkpoints, keys, positions, status, tasks, what_was_in
+from megatron.cli.show import checkpoints, keys, positions, show_batch, status, tasks
 from megatron.cli.train import plan, rehearse, sweep, train
 from megatron.options.section import read_docstring
 from megatron.utils.errors import UserError
@@ -35,7 +35,7 @@ COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (export, "docs/export.md"),
     (checkpoints, "docs/training.md"),
     (status, "docs/training.md"),
-    (what_was_in, "docs/monitoring.md"),
+    (show_batch, "docs/monitoring.md"),
     (keys, "docs/configuration.md"),
 )
 """Every command, in the order of the help, with the page that has details.
