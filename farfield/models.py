@@ -317,6 +317,7 @@ class Model:
     def _check_tokens(self, name: str, value: Any, others: str = "") -> np.ndarray:
         """Return tokens as int64. Raises UserError with the name and the value of the argument."""
         size = self.tokenizer.vocab_size
+        tokens: np.ndarray
         try:
             tokens = np.asarray(value)
         except (TypeError, ValueError, RuntimeError):  # ragged lists, or a tensor on a GPU
@@ -328,8 +329,8 @@ class Model:
         for number, token in enumerate(value if tokens.dtype.kind not in "iu" else (), start=1):
             if not isinstance(token, int | np.integer) or isinstance(token, bool):
                 raise UserError(f"item {number} of {name} is {describe_value(token)}; expected an integer {range_}")
-        wrong = np.flatnonzero((tokens < 0) | (tokens >= size)) if tokens.size else ()
-        if len(wrong):
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= size)).tolist() if tokens.size else []
+        if wrong:
             raise UserError(f"item {wrong[0] + 1} of {name} is {tokens[wrong[0]]}; expected an integer {range_}")
         return tokens.astype(np.int64)
 
