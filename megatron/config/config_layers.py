@@ -10,8 +10,10 @@ other: `train_epochs` on the command line replaces a file's `train_iters`.
 from __future__ import annotations
 
 import difflib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, ClassVar, get_args
@@ -19,6 +21,7 @@ from typing import Any, ClassVar, get_args
 from megatron.config.schema import KeyPath, get_default_value, list_config_keys
 from megatron.config.yaml_files import YamlDocument, format_value
 from megatron.options.data import SPLITS, TASK_KEYS, TEXT_KEYS
+from megatron.utils.errors import UserError
 from megatron.utils.formatting import suggest_names
 
 COMMAND_LINE = "command line"
@@ -87,6 +90,10 @@ class ValueRule(ABC):
     @abstractmethod
     def translate(self, path: KeyPath, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         """Yield our paths and values for it; problems and notes go to `layers`."""
+
+
+LEADING_KEY = re.compile(r"(?:[\w.]*\w(?=[ :,]))?")
+"""Pattern for the word at the start of a message, which is a key if the message is about one, or nothing."""
 
 
 def _to_underscores(name: str) -> str:
@@ -182,6 +189,19 @@ class ConfigLayers:
         nested = (setting.where for key, setting in self.values.items() if key[: len(path)] == path)
         around = self.locate(path[:-1]) if len(path) > 1 else None
         return next(nested, around)
+
+    @contextmanager
+    def locate_errors(self) -> Iterator[None]:
+        """Prefix errors about a key with the file and line that set it.
+
+        The key is that of the error, or the one with which its message begins.
+        """
+        try:
+            yield
+        except UserError as error:
+            key = error.key or LEADING_KEY.match(str(error))[0]  # type: ignore[index]
+            where = self.locate(tuple(key.split("."))) if key else None
+            raise (UserError(f"{where}: {error}") if where else error) from None
 
     def get_value(self, key: str) -> Any:
         """Return the value of a flat key, or its default if no layer sets it."""

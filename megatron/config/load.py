@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import lcm
@@ -49,8 +48,6 @@ from megatron.utils.project import SHIPPED_CONFIGS
 CONFIG_SUFFIXES = ("", ".yml", ".yaml")
 _DEFAULT = "default"
 """Origin of a key that no layer sets."""
-LEADING_KEY = re.compile(r"(?:[\w.]*\w(?=[ :,]))?")
-"""Pattern for the word at the start of a message, which is a key if the message is about one, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +60,6 @@ class LoadedConfig:
     layers: ConfigLayers
     arguments: str = "CONFIG…"
     """Files and overrides as words of a shell command."""
-
-    @contextmanager
-    def locate_errors(self) -> Iterator[None]:
-        """Prefix errors about a key with the file and line that set it.
-
-        The key is that of the error, or the one with which its message begins.
-        """
-        try:
-            yield
-        except UserError as error:
-            key = error.key or LEADING_KEY.match(str(error))[0]  # type: ignore[index]
-            where = self.layers.locate(tuple(key.split("."))) if key else None
-            raise (UserError(f"{where}: {error}") if where else error) from None
 
 
 def load_config(

@@ -68,7 +68,7 @@ def launch_training(
     Returns:
         0, or 128 + n if signal n ended the run early (after saving a checkpoint).
     """
-    with loaded.locate_errors():
+    with loaded.layers.locate_errors():
         return _launch_training(loaded, launch_context, print_notes, dry_run=dry_run, hardware=hardware, hooks=hooks)
 
 

@@ -119,7 +119,8 @@ def _find_similar(name: str, names: Iterable[str], max_names: int, cutoff: float
     longer = [known for known in by_lower if len(text) < len(known) < MAX_EXTENSION * len(text)]
     beginnings = {known[: len(text)] for known in longer if len(text) >= MIN_BEGINNING}
     begin = next(iter(difflib.get_close_matches(text, beginnings, 1, BEGINNING_CUTOFF)), None)
-    if begin is not None and (not matches or _compare(begin, text) > _compare(matches[0], text)):
+    best = _compare(matches[0], text) if matches else 0.0
+    if begin is not None and best < min(_compare(begin, text), ALMOST_EQUAL):
         matches = [known for known in longer if known.startswith(begin)]
         matches = matches[: max(max_names, MAX_VARIANTS)]
     return [by_lower[match] for match in matches]
@@ -129,6 +130,8 @@ def _compare(known: str, text: str) -> float:
     return difflib.SequenceMatcher(None, known, text).ratio()
 
 
+ALMOST_EQUAL = 0.9
+"""Similarity of a known name from which beginnings of others are not considered."""
 MIN_BEGINNING = 4
 """Minimum number of characters of a name that is compared with the beginnings of longer names."""
 MAX_EXTENSION = 2.5
