@@ -26,6 +26,9 @@ INSTALL_FLAGS := -qq --disable-pip-version-check --no-compile
 show_dots = ( while sleep 5; do printf .; done ) & dots=$$!; trap 'kill $$dots; echo' EXIT;
 install = $(show_dots) $(1)/bin/python -m pip install $(INSTALL_FLAGS) $(2) && \
 	{ $(1)/bin/python -W ignore -m compileall -qq -j 0 $(1)/lib || true; }
+# True if an environment already has all packages in allowed versions: a clone is newer than an environment it links to.
+is_complete = { test -x $(1)/bin/python && \
+	$(1)/bin/python -m pip install -qq --disable-pip-version-check --no-index $(2) 2>/dev/null; }
 # Versions that were tested together. CONSTRAINTS= takes the newest versions that the requirements allow.
 CONSTRAINTS := constraints.txt
 LOCK = $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -54,14 +57,16 @@ help:
 
 $(VENV)/.runtime: requirements.txt $(CONSTRAINTS)
 	$(check_python)
-	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once, a minute or more)"
-	@$(PYTHON) -m venv $(VENV)
-	@$(call install,$(VENV),$(LOCK) -r requirements.txt)
+	@$(call is_complete,$(VENV),-r requirements.txt) || { \
+		echo "setting up $(VENV) with $$($(PYTHON) --version) (once, a minute or more)"; \
+		$(PYTHON) -m venv $(VENV) || exit 1; \
+		$(call install,$(VENV),$(LOCK) -r requirements.txt); }
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements-dev.txt requirements-eval.txt
-	@echo "installing the test tools (once)"
-	@$(call install,$(VENV),$(LOCK) -r requirements-dev.txt)
+	@$(call is_complete,$(VENV),-r requirements-dev.txt) || { \
+		echo "installing the test tools (once)"; \
+		$(call install,$(VENV),$(LOCK) -r requirements-dev.txt); }
 	@touch $@
 
 setup: $(VENV)/.runtime
@@ -70,9 +75,10 @@ setup-dev: $(VENV)/.dev
 
 $(VENV_CUDA)/.dev: requirements.txt requirements-dev.txt requirements-eval.txt $(CONSTRAINTS)
 	$(check_python)
-	@echo "setting up $(VENV_CUDA) with the CUDA build of torch (once, 5 GB, two minutes or more)"
-	@$(PYTHON) -m venv $(VENV_CUDA)
-	@$(call install,$(VENV_CUDA),'torch==$(TORCH)$(COMMA)!=$(TORCH)+cpu' $(LOCK) -r requirements-dev.txt)
+	@$(call is_complete,$(VENV_CUDA),'torch==$(TORCH)$(COMMA)!=$(TORCH)+cpu' -r requirements-dev.txt) || { \
+		echo "setting up $(VENV_CUDA) with the CUDA build of torch (once, 5 GB, two minutes or more)"; \
+		$(PYTHON) -m venv $(VENV_CUDA) || exit 1; \
+		$(call install,$(VENV_CUDA),'torch==$(TORCH)$(COMMA)!=$(TORCH)+cpu' $(LOCK) -r requirements-dev.txt); }
 	@touch $@
 
 setup-cuda: $(VENV_CUDA)/.dev
@@ -162,8 +168,8 @@ docs: setup
 	@$(BIN)/python tools/docs/make_docs.py
 
 $(VENV)/.docs: $(VENV)/.runtime requirements-docs.txt
-	@echo "installing the tools of the documentation site (once)"
-	@$(call install,$(VENV),-r requirements-docs.txt) || \
+	@$(call is_complete,$(VENV),-r requirements-docs.txt) || { echo "installing the tools of the documentation site (once)"; \
+		$(call install,$(VENV),-r requirements-docs.txt); } || \
 		{ echo "error: the packages of requirements-docs.txt cannot be installed here, and make site needs them" >&2; exit 1; }
 	@touch $@
 

@@ -2,25 +2,75 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.position.catalog import MethodFileError
-from megatron.utils.errors import UserError, forbid_exits, shorten_text
+from megatron.utils.errors import FarfieldError, UserError, forbid_exits, shorten_text
+from megatron.utils.formatting import format_choices
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@contextmanager
-def method_errors() -> Iterator[None]:
-    """Convert errors in the user's own methods to `UserError`, including calls of sys.exit()."""
-    try:
-        with forbid_exits():
-            yield
-    except MethodFileError as error:
-        raise UserError(str(error)) from error
+def report_argument_errors(function: Function) -> Function:
+    """Make a public function raise each mistake as a `UserError` that names the function's argument.
+
+    This covers missing and unknown arguments, messages that name an option or the command line, and errors in the
+    user's own methods, including calls of sys.exit().
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        try:
+            signature.bind(*arguments, **named)
+        except TypeError as error:
+            raise UserError(_describe_call(function.__name__, signature, named, error)) from None
+        try:
+            with forbid_exits():
+                return function(*arguments, **named)
+        except MethodFileError as error:
+            raise UserError(str(error)) from error
+        except FarfieldError as error:
+            text = "\n".join(_name_arguments(line, repr((arguments, named))) for line in str(error).splitlines())
+            if text == str(error):
+                raise
+            raise type(error)(text) from error
+
+    return call  # type: ignore[return-value]
+
+
+def _describe_call(name: str, signature: inspect.Signature, named: dict[str, Any], error: TypeError) -> str:
+    """Describe arguments that do not fit a signature."""
+    known = [each for each in signature.parameters if each != "self"]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    unknown = [] if takes_any else [each for each in named if each not in known]
+    if unknown:
+        return f"{name}: there is no argument {unknown[0]}; {format_choices(unknown[0], known)}"
+    return f"{name}: {error}"
+
+
+def _name_arguments(line: str, given: str) -> str:
+    """Replace options of the command line by arguments in a line of a message.
+
+    Commands to run, and values that only look like an option (a file named `--help`), stay.
+
+    given: representation of the call's arguments.
+    """
+    if "deepy.py" in line:
+        return line
+
+    def name(found: re.Match[str]) -> str:
+        return found[0] if found[0] in given else found[1].replace("-", "_")
+
+    return re.sub(r"(?<![\w-])--([a-z][a-z-]*)", name, line.removeprefix("command line: "))
 
 
 def describe_value(value: Any) -> str:
@@ -56,10 +106,18 @@ def to_string(name: str, value: Any) -> str:
 
 def to_paths(name: str, value: Any) -> list[str]:
     """Return one path or several as a list of strings. Raises UserError with the name and the invalid value."""
-    paths = [value] if isinstance(value, str | Path) else value
-    if not isinstance(paths, Sequence) or not all(isinstance(path, str | Path) for path in paths):
+    if isinstance(value, str | Path):
+        return [to_path(name, value)]
+    if not isinstance(value, Sequence):
         raise UserError(f"{name} is {describe_value(value)}; it must be a path, or a list of paths")
-    return [to_path(name, path) for path in paths]
+    return [to_path(f"item {number} of {name}", path) for number, path in enumerate(value, start=1)]
+
+
+def to_run_paths(value: Any) -> list[str]:
+    """Return the paths of at least one run. Raises UserError as `to_paths` does."""
+    if not (paths := to_paths("runs", value)):
+        raise UserError("runs is empty; it must be at least one run folder")
+    return paths
 
 
 def to_path(name: str, value: Any) -> str:

@@ -15,7 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from farfield.arguments import check_characters, describe_value, method_errors, to_optional_path, to_path, to_paths
+from farfield.arguments import (
+    check_characters,
+    describe_value,
+    report_argument_errors,
+    to_optional_path,
+    to_path,
+    to_paths,
+    to_run_paths,
+)
 from megatron.sweeps.member_run import build_command_error, stop_child
 from megatron.utils.errors import UserError
 from megatron.utils.project import COMMAND
@@ -27,7 +35,7 @@ KEPT_LINES = 200
 """Number of output lines of a command that are kept to find its error message."""
 
 
-@method_errors()
+@report_argument_errors
 def train(*files: str | Path, quiet: bool = False, **keys: Any) -> Path:
     """Train a model as `./deepy.py train` does, and wait until it finishes.
 
@@ -53,7 +61,7 @@ def train(*files: str | Path, quiet: bool = False, **keys: Any) -> Path:
     return Path(save)
 
 
-@method_errors()
+@report_argument_errors
 def sweep(*files: str | Path, quiet: bool = False, **keys: Any) -> list[dict[str, Any]]:
     """Run a sweep as `./deepy.py sweep` does, resuming an earlier attempt.
 
@@ -76,6 +84,7 @@ def sweep(*files: str | Path, quiet: bool = False, **keys: Any) -> list[dict[str
     return read_results(output)
 
 
+@report_argument_errors
 def prepare(
     *sources: str | Path, output: str | Path, overwrite: bool = False, quiet: bool = False, **options: Any
 ) -> Path:
@@ -109,7 +118,7 @@ def prepare(
     return Path(folder)
 
 
-@method_errors()
+@report_argument_errors
 def evaluate(
     runs: str | Path | Sequence[str | Path], output: str | Path | None = None, **options: Any
 ) -> list[dict[str, Any]]:
@@ -132,13 +141,14 @@ def evaluate(
     from megatron.options.evaluation import EvaluationOptions
 
     records = evaluate_runs(
-        to_paths("runs", runs),
+        to_run_paths(runs),
         parse_section(EvaluationOptions, options, source=None),
         output=to_optional_path("output", output),
     )
     return [record.to_row() for record in records]
 
 
+@report_argument_errors
 def read_results(path: str | Path) -> list[dict[str, Any]]:
     """Return the records of a results.json file, or of a folder that contains one.
 
@@ -150,7 +160,7 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
     return [record.to_row() for record in read_records(file / RESULTS_FILE if file.is_dir() else file)]
 
 
-@method_errors()
+@report_argument_errors
 def analyze(runs: str | Path | Sequence[str | Path], output: str | Path | None = None, **options: Any) -> Path:
     """Analyze runs as `./deepy.py analyze` does.
 
@@ -170,13 +180,13 @@ def analyze(runs: str | Path | Sequence[str | Path], output: str | Path | None =
     from megatron.options.commands import AnalysisOptions
 
     return analyze_runs(
-        to_paths("runs", runs),
+        to_run_paths(runs),
         parse_section(AnalysisOptions, options, source=None),
         output=to_optional_path("output", output),
     )
 
 
-@method_errors()
+@report_argument_errors
 def list_methods() -> list[dict[str, Any]]:
     """List all position encodings, score processors and temperatures, including those in `FARFIELD_METHODS`.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farfield.arguments import describe_value, method_errors, to_integer, to_path, to_string
+from farfield.arguments import describe_value, report_argument_errors, to_integer, to_path, to_string
 from megatron.checkpoint.trained_run import open_run
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
@@ -34,7 +34,7 @@ MAX_MAP_BYTES = 4 << 30
 """Limit for all maps together, in bytes: enough for 4 layers of 32 heads at 1,400 tokens."""
 
 
-@method_errors()
+@report_argument_errors
 def load(
     run: str | Path,
     *,
@@ -133,16 +133,19 @@ class Model:
     def num_parameters(self) -> int:
         return self._loaded.model.num_parameters()
 
+    @report_argument_errors
     def encode(self, text: str) -> list[int]:
         """Tokenize a text. Prepends the tokenizer's beginning-of-text token if it has one."""
         return self.tokenizer.encode_with_bos(to_string("text", text))
 
+    @report_argument_errors
     def decode(self, tokens: Iterable[int]) -> str:
         """Convert tokens to text."""
         if isinstance(tokens, Iterator):
             tokens = list(tokens)
         return self.tokenizer.decode(self._check_tokens("tokens", tokens).tolist())
 
+    @report_argument_errors
     def score(
         self, text: str | Sequence[int] | np.ndarray, length: int | None = None, *, stride: int | None = None
     ) -> TokenLosses:
@@ -173,6 +176,7 @@ class Model:
         targets = starts[:, None] + np.arange(length - num_scored + 1, length + 1)
         return TokenLosses(length, tokens[targets], losses)
 
+    @report_argument_errors
     def generate(self, prompt: str | Sequence[str] = "", **options: Any) -> Any:
         """Complete a text or each of several texts.
 
@@ -202,7 +206,10 @@ class Model:
         )
         if not isinstance(prompt, str | Sequence):
             raise UserError(f"prompt is {describe_value(prompt)}; it must be a string or a list of strings")
-        prompts = [to_string("prompt", each) for each in ([prompt] if isinstance(prompt, str) else prompt)]
+        if isinstance(prompt, str):
+            prompts = [to_string("prompt", prompt)]
+        else:
+            prompts = [to_string(f"item {number} of prompt", each) for number, each in enumerate(prompt, start=1)]
         if not prompts:
             return []
         texts = [""] * len(prompts)
@@ -210,6 +217,7 @@ class Model:
             texts[completion.prompt_index] = completion.text
         return texts[0] if isinstance(prompt, str) else texts
 
+    @report_argument_errors
     def bias_table(self, length: int | None = None) -> np.ndarray:
         """Return the bias that the encoding adds to the scores at each distance: float64 [layers, heads, length].
 
@@ -244,6 +252,7 @@ class Model:
             ]
         return torch.stack(tables).numpy()
 
+    @report_argument_errors
     def attention_maps(
         self, text: str | Sequence[int] | np.ndarray, layers: Iterable[int] | None = None
     ) -> dict[int, AttentionMaps]:
@@ -264,7 +273,12 @@ class Model:
             asked = list(range(self.num_layers) if layers is None else layers)
         except TypeError:
             raise UserError(f"layers is {describe_value(layers)}; it must be a list of layer indices") from None
-        wanted = sorted({to_integer("a layer", layer, 0, self.num_layers - 1) for layer in asked})
+        wanted = sorted(
+            {
+                to_integer(f"item {number} of layers", layer, 0, self.num_layers - 1)
+                for number, layer in enumerate(asked, start=1)
+            }
+        )
         if not wanted:
             raise UserError("layers is empty; list layers, or omit the argument for all layers")
         if not len(tokens):
@@ -285,6 +299,7 @@ class Model:
         run_forward(self._loaded.model, tokens, capture_layer)
         return found
 
+    @report_argument_errors
     def analyze(self, output: str | Path | None = None, **options: Any) -> Path:
         """Make the page of `./deepy.py analyze` for this run with the options it was loaded with.
 
@@ -302,14 +317,21 @@ class Model:
     def _check_tokens(self, name: str, value: Any, others: str = "") -> np.ndarray:
         """Return tokens as int64. Raises UserError with the name and the value of the argument."""
         size = self.tokenizer.vocab_size
+        tokens: np.ndarray
         try:
             tokens = np.asarray(value)
         except (TypeError, ValueError, RuntimeError):  # ragged lists, or a tensor on a GPU
             tokens = np.zeros((0, 0))
-        is_whole = tokens.ndim == 1 and (tokens.dtype.kind in "iu" or not tokens.size)
-        if not is_whole or (tokens.size and not 0 <= tokens.min() <= tokens.max() < size):
-            expected = f"a list of tokens, which are integers from 0 to {size - 1:,}"
+        range_ = f"from 0 to {size - 1:,}"
+        if tokens.ndim != 1:
+            expected = f"a list of tokens, which are integers {range_}"
             raise UserError(f"{name} is {describe_value(value)}; {others or 'it must be '}{expected}")
+        for number, token in enumerate(value if tokens.dtype.kind not in "iu" else (), start=1):
+            if not isinstance(token, int | np.integer) or isinstance(token, bool):
+                raise UserError(f"item {number} of {name} is {describe_value(token)}; it must be an integer {range_}")
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= size)).tolist() if tokens.size else []
+        if wrong:
+            raise UserError(f"item {wrong[0] + 1} of {name} is {tokens[wrong[0]]}; it must be an integer {range_}")
         return tokens.astype(np.int64)
 
     def _check_length(self, length: int) -> None:

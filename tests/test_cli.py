@@ -37,7 +37,7 @@ COMMANDS = (
         "report",
         "export",
     ),
-    *("checkpoints", "status", "what-was-in", "keys"),
+    *("checkpoints", "status", "show-batch", "keys"),
 )
 
 

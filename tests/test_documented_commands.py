@@ -37,7 +37,7 @@ NOT_RUN = {
     "analyze": "runs of the reader's; tests/analysis",
     "generate": "runs of the reader's; tests/generation",
     "status": "runs of the reader's; tests/launch/test_run_status.py",
-    "what-was-in": "runs of the reader's; tests/training/test_batch_contents.py",
+    "show-batch": "runs of the reader's; tests/training/test_batch_contents.py",
     "report": "results of the reader's; tests/reports, tests/launch",
     "export": "runs of the reader's; tests/conversion",
     "import": "models of others; tests/conversion",

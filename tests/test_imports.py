@@ -115,6 +115,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.distributed",
         "megatron.checkpoint",
         "megatron.evaluation.harness",
+        "megatron.evaluation.harness_names",
         "megatron.evaluation.harness_tasks",
         "lm_eval",
         *OURS,

@@ -1,5 +1,6 @@
 """Pinned versions satisfy the requirements of the packages themselves, so that pip finds a solution."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -121,3 +122,26 @@ def test_make_refuses_a_python_that_pip_would_fail_on(version: str, hidden: str,
     assert made.returncode == 2
     assert made.stderr.startswith(message.format(python=python))
     assert not (tmp_path / ".venv").exists()
+
+
+def test_make_keeps_an_environment_that_is_complete(tmp_path: Path) -> None:
+    """Files of a clone are newer than an environment that it links to. A stand-in for its Python records the calls."""
+    (tmp_path / "shared" / "bin").mkdir(parents=True)
+    python = tmp_path / "shared" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit 0\n')
+    python.chmod(0o755)
+    (tmp_path / ".venv").symlink_to(tmp_path / "shared")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("requirements.txt", "requirements-dev.txt", "requirements-eval.txt", "constraints.txt"):
+        (tmp_path / name).touch()
+    for name in (".runtime", ".dev"):
+        (tmp_path / "shared" / name).touch()
+        os.utime(tmp_path / "shared" / name, (0, 0))
+    made = subprocess.run(
+        ["make", "setup-dev", f"PYTHON={sys.executable}"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (made.returncode, made.stdout) == (0, ""), made.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2
+    assert all("--no-index" in call for call in calls)
+    assert (tmp_path / ".venv").is_symlink()

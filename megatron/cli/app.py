@@ -11,8 +11,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from megatron.cli.convert import export, import_, prepare
 from megatron.cli.evaluate import analyze, evaluate, generate, report
+from megatron.cli.help_page import print_command_help
 from megatron.cli.run_command import pass_errors_through, run_command
-from megatron.cli.show import checkpoints, keys, positions, status, tasks, what_was_in
+from megatron.cli.show import checkpoints, keys, positions, show_batch, status, tasks
 from megatron.cli.train import plan, rehearse, sweep, train
 from megatron.options.section import read_docstring
 from megatron.utils.errors import UserError
@@ -34,7 +35,7 @@ COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
     (export, "docs/export.md"),
     (checkpoints, "docs/training.md"),
     (status, "docs/training.md"),
-    (what_was_in, "docs/monitoring.md"),
+    (show_batch, "docs/monitoring.md"),
     (keys, "docs/configuration.md"),
 )
 """Every command, in the order of the help, with the page that has details.
@@ -60,10 +61,20 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """Command that rejects empty arguments and values; an empty path would mean the current folder."""
+    """Command with our help page. It rejects empty arguments and values; an empty path would be the current folder."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from megatron.utils.console import PlainConsole
+
+        print_command_help(self, ctx, PlainConsole())
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        flags = {flag for param in self.params for flag in param.opts if flag.startswith("-")}
+        flags = {
+            flag
+            for param in self.params
+            for flag in param.opts
+            if flag.startswith("-") and not getattr(param, "is_flag", False)
+        }
         for word, previous in zip(args, ["", *args], strict=False):
             flag, has_value, value = word.partition("=")
             if word == "":
@@ -73,7 +84,8 @@ class Command(TyperCommand):
             else:
                 continue
             if name not in EMPTY_OPTIONS:
-                raise UserError(f"{name} is empty; give a value or omit it")
+                hint = "; write --prompt '' for an empty text" if "--prompt" in flags and name == "an argument" else ""
+                raise UserError(f"{name} is empty; give a value or omit it{hint}")
         return super().parse_args(ctx, args)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
@@ -79,16 +80,22 @@ ConfigFolder = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON array instead of a table.")]
 
 
-def add_section_options(section: type[ConfigSection], exclude: Sequence[str] = ()) -> Callable[..., Any]:
-    """Add one option per key of a section to a command that takes `**options`, with type, bounds, default and help."""
+def add_section_options(
+    section: type[ConfigSection], set_by: Mapping[str, str] = MappingProxyType({})
+) -> Callable[..., Any]:
+    """Add one option per key of a section to a command that takes `**options`, with type, bounds, default and help.
+
+    set_by: keys without an option, and the keys whose options set them too.
+    """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function, eval_str=True)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         names = {parameter.name for parameter in own}
-        fields = {name: field for name, field in section.model_fields.items() if name not in {*exclude, *names}}
+        fields = {name: field for name, field in section.model_fields.items() if name not in {*set_by, *names}}
         flags = {name: list_flags(name, field)[0] for name, field in fields.items()}
-        parameters = [*own, *(build_option(name, field) for name, field in fields.items())]
+        flags |= {name: flags[other] for name, other in set_by.items()}
+        parameters = [*own, *(build_option(name, field, flags) for name, field in fields.items())]
 
         @wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
@@ -118,7 +125,7 @@ def replace_key_by_option(line: str, flags: Mapping[str, str]) -> str:
     """
     if (found := OPTION_NAME.match(line)) is None or found[2] not in flags:
         return line
-    return f"{found[1]}{flags[found[2]]}{line[found.end() :]}"
+    return f"{found[1]}{flags[found[2]]}{_name_options(line[found.end() :], flags)}"
 
 
 def list_flags(name: str, field: FieldInfo) -> tuple[str, ...]:
@@ -128,8 +135,10 @@ def list_flags(name: str, field: FieldInfo) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def build_option(name: str, field: FieldInfo) -> inspect.Parameter:
+def build_option(name: str, field: FieldInfo, options: Mapping[str, str]) -> inspect.Parameter:
     """Build a command option for a key of a section.
+
+    options: options by key, with which the help names other keys.
 
     The section validates choices, with better messages.
 
@@ -154,7 +163,7 @@ def build_option(name: str, field: FieldInfo) -> inspect.Parameter:
         flags = [f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags]
     option = typer.Option(
         *flags,
-        help=format_sentence(field.description or ""),
+        help=format_sentence(_name_options(field.description or "", options)),
         min=bounds.get("ge"),
         max=bounds.get("le"),
         metavar=metavar,
@@ -162,6 +171,11 @@ def build_option(name: str, field: FieldInfo) -> inspect.Parameter:
     )
     annotation: Any = Annotated[kind if default is not None else kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _name_options(text: str, options: Mapping[str, str]) -> str:
+    """Replace keys in a text by their options, for keys of several words, which mean nothing else; paths stay."""
+    return re.sub(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/=-]|\.\w)", lambda key: options.get(key[0], key[0]), text)
 
 
 def format_sentence(text: str) -> str:

@@ -19,10 +19,33 @@ if TYPE_CHECKING:
     from megatron.data.corpus_metadata import CorpusInfo
 
 
+OutputArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="FOLDER", help="Folder to create, unless --output gives it.", show_default=False),
+]
+
+
+def choose_output(usage: str, argument: Path | None, option: Path | None) -> Path:
+    """Return the folder that a command creates, given as an argument or by --output.
+
+    Raises:
+        UserError: neither or both are given; the message has the command's usage.
+    """
+    if argument is not None and option is not None:
+        raise UserError(f"the folder is given twice: {argument} and --output {option}; omit one")
+    if (folder := option or argument) is None:
+        raise UserError(f"missing folder to create: ./deepy.py {usage}")
+    return folder
+
+
 @add_section_options(ImportOptions)
 def import_(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Model folder or checkpoint.", show_default=False)],
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to create.", show_default=False)],
+    run: OutputArgument = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="RUN", help="Run folder to create.", show_default=False),
+    ] = None,
     **options: Any,
 ) -> None:
     """Import a model from another project as a run folder.
@@ -34,7 +57,7 @@ def import_(
 
     [bold]Examples[/]
 
-      ./deepy.py import pythia-160m runs/pythia
+      ./deepy.py import pythia-160m -o runs/pythia
 
       ./deepy.py evaluate runs/pythia --data book.txt --lengths 1x,2x,4x
 
@@ -44,6 +67,7 @@ def import_(
     from megatron.utils.formatting import format_count
     from megatron.utils.progress import WaitAnnouncer
 
+    run = choose_output("import SOURCE -o RUN", run, output)
     request = parse_section(ImportOptions, {**options, "config": options["config"] or []})
     with WaitAnnouncer(print_to_stderr, f"reading {source}"):
         from megatron.conversion.import_model import import_model  # importing torch takes seconds
@@ -73,7 +97,11 @@ def export(
         str,
         typer.Argument(metavar="RUN", help="Run folder or checkpoint; with --refresh, an export.", show_default=False),
     ],
-    folder: Annotated[Path | None, typer.Argument(metavar="DIR", help="Folder to create.", show_default=False)] = None,
+    folder: OutputArgument = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FOLDER", help="Folder to create.", show_default=False),
+    ] = None,
     **options: Any,
 ) -> None:
     """Export a model for Hugging Face transformers: weights, tokenizer, model card, and modeling code.
@@ -83,11 +111,11 @@ def export(
 
     [bold]Examples[/]
 
-      ./deepy.py export runs/cdape exported/cdape
+      ./deepy.py export runs/cdape -o exported/cdape
 
-      ./deepy.py export runs/cdape/checkpoints/step_0010000 exported/cdape --dtype bfloat16 --license apache-2.0
+      ./deepy.py export runs/cdape/checkpoints/step_0010000 -o exported/cdape --dtype bfloat16 --license apache-2.0
 
-      ./deepy.py export runs/rotary exported/rotary --native
+      ./deepy.py export runs/rotary -o exported/rotary --native
 
       ./deepy.py export --refresh exported/cdape
 
@@ -99,14 +127,13 @@ def export(
 
     request = parse_section(ExportOptions, options)
     if request.refresh:
-        check_refresh_options(request, folder)
+        check_refresh_options(request, output or folder)
         with WaitAnnouncer(print_to_stderr, f"updating {run}"):
             from megatron.conversion.refresh_export import refresh_export
 
             refresh_export(run, overwrite=request.overwrite)
         return
-    if folder is None:
-        raise UserError("missing folder: ./deepy.py export RUN DIR")
+    folder = choose_output("export RUN -o FOLDER", folder, output)
     with WaitAnnouncer(print_to_stderr, f"writing {folder}"):
         from megatron.conversion.export_model import export_model  # importing torch takes seconds
 

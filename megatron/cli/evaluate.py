@@ -14,7 +14,7 @@ from megatron.utils.errors import UserError, forbid_exits
 
 
 @add_section_options(TaskOptions)
-@add_section_options(EvaluationOptions, exclude=("multiples",))
+@add_section_options(EvaluationOptions, set_by={"multiples": "lengths"})
 def evaluate(
     runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Run folders or checkpoints.", show_default=False)],
     output: Annotated[
@@ -66,7 +66,7 @@ def evaluate(
         evaluate_tasks(runs, parse_section(TaskOptions, task_options), request, output=output, console=console)
 
 
-@add_section_options(AnalysisOptions, exclude=("multiples",))
+@add_section_options(AnalysisOptions, set_by={"multiples": "lengths"})
 def analyze(
     runs: Annotated[
         list[str] | None, typer.Argument(metavar="RUN…", help="Run folders or checkpoints.", show_default=False)
@@ -119,6 +119,10 @@ def analyze(
 @add_section_options(GenerationOptions)
 def generate(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder or checkpoint.", show_default=False)],
+    text: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TEXT…", help="Texts to continue, as --prompt.", show_default=False),
+    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option("-p", "--prompt", help="Text to continue; may be repeated.")
     ] = None,
@@ -136,6 +140,8 @@ def generate(
 
     [bold]Examples[/]
 
+      ./deepy.py generate runs/kerple "def main("
+
       ./deepy.py generate runs/kerple --prompt "def main(" --maximum-tokens 200 --temperature 0.8 --top-p 0.95
 
       ./deepy.py generate runs/kerple --temperature 0 < book.txt
@@ -150,7 +156,7 @@ def generate(
     from megatron.utils.progress import WaitAnnouncer
 
     generation_options = parse_section(GenerationOptions, {**options, "stop": options["stop"] or []})
-    prompts = generation.collect_prompts(prompt or [], file or [], sys.stdin)
+    prompts = generation.collect_prompts([*(text or []), *(prompt or [])], file or [], sys.stdin)
     request = generation.read_generation_request(run, generation_options, prompts)
     with (
         os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors=sys.stderr.errors) as stderr,

@@ -1,4 +1,4 @@
-"""Commands that show: `./deepy.py keys`, `positions` and `tasks`; `status`, `checkpoints` and `what-was-in` of runs."""
+"""Commands that show: `./deepy.py keys`, `positions` and `tasks`; `status`, `checkpoints` and `show-batch` of runs."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ SHOWN_TOKENS = 64
 """Number of token ids printed of a row of a task."""
 
 
-def what_was_in(
+def show_batch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.", show_default=False)],
     steps: Annotated[
         list[str], typer.Argument(metavar="STEP…", help="Steps, or ranges such as 118-121.", show_default=False)
@@ -206,9 +206,9 @@ def what_was_in(
 
     [bold]Examples[/]
 
-      ./deepy.py what-was-in runs/a 1200
+      ./deepy.py show-batch runs/a 1200
 
-      ./deepy.py what-was-in runs/a 1198-1201 --rank 3 --limit 80
+      ./deepy.py show-batch runs/a 1198-1201 --rank 3 --limit 80
     """
     from megatron.checkpoint.run_folder import find_started_run
     from megatron.utils.progress import WaitAnnouncer
@@ -239,6 +239,8 @@ def parse_steps(texts: list[str]) -> list[int]:
         if match is None:
             raise UserError(f"STEP {text!r}: it must be a step or a range, for example 1200 or 1198-1201")
         first, last = int(match[1]), int(match[2] or match[1])
+        if first < 1:
+            raise UserError(f"STEP {text}: steps are counted from 1")
         if last < first:
             raise UserError(f"STEP {text}: the range is empty; write {last}-{first}")
         if last - first >= 10_000:

@@ -156,7 +156,7 @@ def rehearse(
     gpu, selection = get_gpu_model(request.gpu), parse_rank_selection(request.ranks)
     gpu = gpu if request.gib is None else replace(gpu, memory=int(request.gib * GIB))
     loaded = load_config_arguments(arguments, conf_dir)
-    with loaded.locate_errors():
+    with loaded.layers.locate_errors():
         run = plan_rehearsal(loaded.config, request.gpus, request.gpus_per_node, request.vocabulary, gpu.memory)
         print_notes(run.notes)
         rehearsal = rehearse_run(run, gpu, selection, print_to_stderr)

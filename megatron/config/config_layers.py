@@ -10,8 +10,10 @@ other: `train_epochs` on the command line replaces a file's `train_iters`.
 from __future__ import annotations
 
 import difflib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, ClassVar, get_args
@@ -19,6 +21,7 @@ from typing import Any, ClassVar, get_args
 from megatron.config.schema import KeyPath, get_default_value, list_config_keys
 from megatron.config.yaml_files import YamlDocument, format_value
 from megatron.options.data import SPLITS, TASK_KEYS, TEXT_KEYS
+from megatron.utils.errors import UserError
 from megatron.utils.formatting import suggest_names
 
 COMMAND_LINE = "command line"
@@ -87,6 +90,10 @@ class ValueRule(ABC):
     @abstractmethod
     def translate(self, path: KeyPath, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
         """Yield our paths and values for it; problems and notes go to `layers`."""
+
+
+LEADING_KEY = re.compile(r"(?:[\w.]*\w(?=[ :,]))?")
+"""Pattern for the word at the start of a message, which is a key if the message is about one, or nothing."""
 
 
 def _to_underscores(name: str) -> str:
@@ -182,6 +189,19 @@ class ConfigLayers:
         nested = (setting.where for key, setting in self.values.items() if key[: len(path)] == path)
         around = self.locate(path[:-1]) if len(path) > 1 else None
         return next(nested, around)
+
+    @contextmanager
+    def locate_errors(self) -> Iterator[None]:
+        """Prefix errors about a key with the file and line that set it.
+
+        The key is that of the error, or the one with which its message begins.
+        """
+        try:
+            yield
+        except UserError as error:
+            key = error.key or LEADING_KEY.match(str(error))[0]  # type: ignore[index]
+            where = self.locate(tuple(key.split("."))) if key else None
+            raise (UserError(f"{where}: {error}") if where else error) from None
 
     def get_value(self, key: str) -> Any:
         """Return the value of a flat key, or its default if no layer sets it."""
@@ -304,7 +324,7 @@ class ConfigLayers:
                 self.problems.append(f"{where}: {name} is {format_value(value)}; choose from {choices}")
             return
         if key is None and not (parent and parent.allows_free_values):
-            self.problems.append(f"{where}: {self._describe_unknown_key(path)}")
+            self.problems.append(f"{where}: {self._describe_unknown_key(path, value)}")
             return
         if key is not None and (key.opens or key.allows_free_values):
             if not isinstance(value, dict):
@@ -367,9 +387,15 @@ class ConfigLayers:
                 f"{'.'.join(path)} {format_value(dropped.value)} ({dropped.where}) dropped: it belongs to {owner}"
             )
 
-    def _describe_unknown_key(self, path: KeyPath) -> str:
-        """Describe an unknown key, for example `unknown key 'num_layrs'; did you mean num_layers?`."""
+    def _describe_unknown_key(self, path: KeyPath, given: Any) -> str:
+        """Describe an unknown key, for example `unknown key 'num_layrs'; did you mean num_layers?`.
+
+        given: value of the key, for the form to write.
+        """
         name = ".".join(path)
+        if (parent := list_config_keys().get(path[:-1])) is not None and parent.takes_mapping:
+            form = f"'{{{path[-1]}: {format_value(given)}}}'"
+            return f"unknown key {name!r}; {parent.name} is set as a whole: {parent.name}={form}"
         if path == ("sweep",):
             return "sweep: use `./deepy.py sweep` to run a file with this section"
         key, _, value = path[-1].partition(":")

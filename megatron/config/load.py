@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import lcm
@@ -61,15 +60,6 @@ class LoadedConfig:
     layers: ConfigLayers
     arguments: str = "CONFIG…"
     """Files and overrides as words of a shell command."""
-
-    @contextmanager
-    def locate_errors(self) -> Iterator[None]:
-        """Prefix errors about a key with the file and line that set it."""
-        try:
-            yield
-        except UserError as error:
-            where = self.layers.locate(tuple(error.key.split("."))) if error.key else None
-            raise (UserError(f"{where}: {error}") if where else error) from None
 
 
 def load_config(
@@ -128,6 +118,8 @@ def split_override(text: str) -> tuple[str, Any]:
     name = name.strip().removeprefix("--")
     if not equals or not name:
         raise UserError(f"command line: {text!r} is not key=value")
+    if not value.strip():
+        raise UserError(f"command line: {name} is empty; write {name}=VALUE, or {name}=null to unset it")
     return name, parse_scalar(value, f"command line: {name}")
 
 

@@ -189,6 +189,11 @@ class ConfigKey:
         return get_origin(self.field.annotation) is dict
 
     @property
+    def takes_mapping(self) -> bool:
+        """True if a value of the key may be a mapping."""
+        return any(get_origin(each) is dict for each in (self.field.annotation, *get_args(self.field.annotation)))
+
+    @property
     def choices(self) -> tuple[Any, ...]:
         """Valid values of the key; empty if they cannot be listed."""
         annotations = (self.field.annotation, *get_args(self.field.annotation))

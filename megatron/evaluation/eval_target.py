@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron.options.evaluation import MAX_EVALUATION_LENGTH, EvaluationOptions, build_length_error
+from megatron.options.evaluation import MAX_EVALUATION_LENGTH, EvaluationOptions
 from megatron.reports.records import Record
 from megatron.utils.errors import UserError
 
@@ -97,11 +97,15 @@ def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> 
     for multiple in multiples:
         if not same_train_length:
             raise UserError(
-                f"lengths: {multiple:g}x is ambiguous, because the runs were trained at different lengths; use tokens"
+                f"multiples: {multiple:g}x is ambiguous, because the runs were trained at different lengths; give "
+                "lengths in tokens"
             )
         length = multiple * train_lengths[0]
         if not (1 <= length < MAX_EVALUATION_LENGTH and math.floor(length) == length):
-            raise build_length_error(f"{multiple:g}x")
+            raise UserError(
+                f"multiples: {multiple:g}x is {length:.6g} tokens at the training length {train_lengths[0]:,}; "
+                "expected a whole number of tokens"
+            )
         lengths.add(int(length))
     return tuple(sorted(lengths))
 

@@ -26,6 +26,7 @@ from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
 from megatron.evaluation.accuracy import add_relative_changes
 from megatron.evaluation.eval_target import ScoringContext, choose_lengths, limit_lengths
+from megatron.evaluation.harness_names import check_task_names
 from megatron.evaluation.jobs import LogFunction, make_log_function, read_eval_request
 from megatron.evaluation.provenance import describe_model, start_stopwatch
 from megatron.evaluation.run import evaluate_target
@@ -105,6 +106,7 @@ def evaluate_tasks(
     lengths = choose_lengths(options, [run.config.model.seq_length for run in request.runs])
     log = make_log_function(console)
     with WaitAnnouncer(log, "reading the list of tasks", first=0.0):
+        check_task_names(tasks.tasks, tasks.include_path, "--tasks")
         loaded_tasks = load_tasks(tasks, log)
     return evaluate_target(request, HarnessEval(loaded_tasks, tasks.limit, lengths, tokenizers, log), console)
 

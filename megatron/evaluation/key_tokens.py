@@ -176,7 +176,7 @@ def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPla
         return None
     if options.key_tokens is None:
         raise UserError(
-            "measures: long_perplexity needs key_tokens, a file of a reference run; create it with find_key_tokens"
+            "measures: long_perplexity needs key_tokens, a file of a reference run; set find_key_tokens to create it"
         )
     if plan.protocol == "nonoverlapping" or len(plan.target_sets) > 1:
         raise UserError(
@@ -204,7 +204,9 @@ def _read_key_tokens(path: Path) -> KeyTokens:
     try:
         return KeyTokens.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
-        reason = "file not found; create it with find_key_tokens" if not path.exists() else error.strerror or str(error)
+        reason = (
+            "file not found; set find_key_tokens to create it" if not path.exists() else error.strerror or str(error)
+        )
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"not a file of key tokens: {'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -68,6 +68,19 @@ def launch_training(
     Returns:
         0, or 128 + n if signal n ended the run early (after saving a checkpoint).
     """
+    with loaded.layers.locate_errors():
+        return _launch_training(loaded, launch_context, print_notes, dry_run=dry_run, hardware=hardware, hooks=hooks)
+
+
+def _launch_training(
+    loaded: LoadedConfig,
+    launch_context: LaunchContext | None,
+    print_notes: PrintNotes,
+    *,
+    dry_run: bool,
+    hardware: LocalHardware | None,
+    hooks: TrainingHooks | None,
+) -> int:
     is_main = launch_context is None or launch_context.rank_info.rank == 0
     config, launch = loaded.config, loaded.config.launch
     if uses_slurm(launch):
@@ -84,15 +97,14 @@ def launch_training(
     if dry_run:
         if is_main:
             # First, so that nothing is printed for an invalid run: the output may go to a file.
-            with loaded.locate_errors():
-                check = _check_start(
-                    resolved,
-                    print_notes,
-                    needs_data=hosts is None,
-                    has_own_python=hosts is None,
-                    is_local=is_local,
-                    may_download=False,
-                )
+            check = _check_start(
+                resolved,
+                print_notes,
+                needs_data=hosts is None,
+                has_own_python=hosts is None,
+                is_local=is_local,
+                may_download=False,
+            )
             settled, notes = resolved.config, resolved.notes
             if hosts is None and resolved.world_size is not None:
                 settled = check.config
@@ -102,11 +114,10 @@ def launch_training(
         return 0
     if is_main:
         print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
-    with loaded.locate_errors():
-        if hosts is not None:
-            check_environment(resolved.config, reads_data=False, has_own_python=False)
-            return ssh_launcher.train_over_ssh(config, hosts)
-        return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
+    if hosts is not None:
+        check_environment(resolved.config, reads_data=False, has_own_python=False)
+        return ssh_launcher.train_over_ssh(config, hosts)
+    return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
 
 
 def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:
@@ -133,16 +144,15 @@ def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: 
     resolved = resolve_remote_run(loaded.config)
     launch = loaded.config.launch
     job = slurm.build_training_job(loaded.config)
-    with loaded.locate_errors():
-        slurm.check_job_environment(launch)
-        check = _check_start(
-            resolved,
-            print_notes,
-            needs_data=not slurm.remaps_paths(launch),
-            has_own_python=slurm.has_own_python(launch),
-            is_local=False,
-            may_download=not dry_run,
-        )
+    slurm.check_job_environment(launch)
+    check = _check_start(
+        resolved,
+        print_notes,
+        needs_data=not slurm.remaps_paths(launch),
+        has_own_python=slurm.has_own_python(launch),
+        is_local=False,
+        may_download=not dry_run,
+    )
     print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved, check, is_local=False) if dry_run else ())))
     if dry_run:
         check_writable("save", job.folder)

@@ -10,6 +10,7 @@ from megatron.options.evaluation import (
     WINDOW_FIELD,
     Length,
     LengthOptions,
+    Multiple,
     Precision,
 )
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
@@ -24,7 +25,7 @@ class AnalysisOptions(LengthOptions):
         min_length=1,
         metavar=LENGTHS_METAVAR,
     )
-    multiples: list[float] | None = config_field(
+    multiples: list[Multiple] | None = config_field(
         None, "window lengths in training lengths; 1 and 4 if both these and lengths are absent", min_length=1
     )
     only: Annotated[list[str] | None, CommaSeparated] = config_field(

@@ -20,6 +20,8 @@ Measure = Literal["perplexity", "delta_perplexity", "position", "long_perplexity
 MAX_EVALUATION_LENGTH = 2**40
 Length = Annotated[int, Field(ge=1, lt=MAX_EVALUATION_LENGTH)]
 """Window length, in tokens."""
+Multiple = Annotated[float, Field(gt=0, lt=MAX_EVALUATION_LENGTH)]
+"""Window length, in training lengths."""
 
 
 def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
@@ -41,17 +43,12 @@ def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
         except ValueError:
             value = 0  # rejected below
         if not 0 < value < MAX_EVALUATION_LENGTH:
-            raise build_length_error(part)
+            raise UserError(f"lengths: {part!r} is not a length; write tokens (128,256) or training lengths (1x,2x)")
         if isinstance(value, int):
             tokens.append(value)
         else:
             multiples.append(value)
     return ({"lengths": tokens} if tokens else {}) | ({"multiples": multiples} if multiples else {})
-
-
-def build_length_error(part: str) -> UserError:
-    """Build the error for an invalid length."""
-    return UserError(f"lengths: {part!r} is not a length; write tokens (128,256) or training lengths (1x,2x)")
 
 
 class LengthOptions(ConfigSection):
@@ -158,7 +155,7 @@ class EvaluationOptions(LengthOptions):
         min_length=1,
         metavar=LENGTHS_METAVAR,
     )
-    multiples: list[float] | None = config_field(
+    multiples: list[Multiple] | None = config_field(
         None, "context lengths in training lengths; 1 to 32 if both these and lengths are absent", min_length=1
     )
     protocol: Protocol = config_field(
@@ -172,7 +169,8 @@ class EvaluationOptions(LengthOptions):
     )
     targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = config_field(
         None,
-        "with last: tokens scored per window, one or several numbers; if absent, the training length (16 for repeated)",
+        "with protocol last: tokens scored per window, one or several numbers; the training length if absent (16 for "
+        "repeated)",
         min_length=1,
     )
     depths: Annotated[Depths | None, CommaSeparated] = config_field(
@@ -189,10 +187,12 @@ class EvaluationOptions(LengthOptions):
         le=1,
     )
     stride: int | None = config_field(
-        None, "with strided: tokens from one window to the next, all of which are scored", ge=1
+        None, "with protocol strided: tokens from one window to the next, all of which are scored", ge=1
     )
     min_context: int | None = config_field(
-        None, "with overlapping: minimum number of tokens before each scored token; windows overlap by this many", ge=1
+        None,
+        "with protocol overlapping: minimum number of tokens before each scored token; windows overlap by this many",
+        ge=1,
     )
     measures: Annotated[list[Measure] | None, CommaSeparated] = config_field(
         None,
@@ -203,25 +203,27 @@ class EvaluationOptions(LengthOptions):
     )
     smoothing: int | None = config_field(
         None,
-        "with token_loss: width of the moving average, an odd number; 101 positions if absent, fewer in short windows",
+        "with the measure token_loss: width of the moving average, an odd number; 101 positions if absent, fewer in "
+        "short windows",
         ge=1,
     )
     key_tokens: str | None = config_field(
-        None, "with long_perplexity: file with the key tokens of a reference run (find_key_tokens)"
+        None,
+        "with the measure long_perplexity: file with the key tokens of a reference run, which find_key_tokens writes",
     )
     find_key_tokens: bool = config_field(
         False,
-        "use the first run as the reference of long_perplexity, and write its key tokens to the file in key_tokens",
+        "use the first run as the reference of long_perplexity, and write its key tokens to the file of key_tokens",
     )
     key_alpha: float | None = config_field(
         None,
-        "with find_key_tokens: smallest gain in log-probability that a key token has from the long context, in nats; "
+        "for find_key_tokens: a key token gains at least this log-probability from the long context, in nats; "
         "2 if absent",
         ge=0,
     )
     key_beta: float | None = config_field(
         None,
-        "with find_key_tokens: smallest log-probability of a key token in the long context, in nats; -2 if absent",
+        "for find_key_tokens: a key token has at least this log-probability in the long context, in nats; -2 if absent",
         le=0,
     )
     data: str | None = config_field(

@@ -208,6 +208,14 @@ class Plan:
         """Return the duration of all steps in days, without validation, saving and startup."""
         return layout.step_time.total * self.config.training.train_iters / SECONDS_PER_DAY
 
+    @property
+    def uncounted_keys(self) -> tuple[str, ...]:
+        """Keys whose evaluations during training take memory that the estimate does not include."""
+        training = self.config.training
+        has_lengths = bool(training.eval_interval and training.eval_lengths)
+        has_tasks = bool(self.config.logging.harness.tasks)
+        return ("eval_lengths",) * has_lengths + ("harness.tasks",) * has_tasks
+
     def to_dict(self, max_layouts: int) -> dict[str, Any]:
         """Return the plan as plain values: bytes, seconds, FLOPs.
 
@@ -236,6 +244,7 @@ class Plan:
                 name: asdict(estimate.step_time) | {"total": estimate.step_time.total}
                 for name, estimate in backends.items()
             },
+            "uncounted_keys": self.uncounted_keys,
             "rehearse": self.rehearse_command,
             "layouts": [self._layout_to_dict(layout) for layout in self.fitting_layouts[:max_layouts]],
             "smallest": None if self.smallest_layout is None else self._layout_to_dict(self.smallest_layout),

@@ -50,6 +50,8 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
             f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB; {RESERVED_FRACTION:.0%} is reserved for CUDA, "
             f"NCCL and the allocator; peak: {layout.memory.peak.name} (values in parentheses are from other phases)"
         )
+        if plan.uncounted_keys:
+            console.print(f"not counted: evaluation during training with {' and '.join(plan.uncounted_keys)}")
         if (times := plan.estimate_measured(layout)) is not None:
             console.print(describe_step_time_range(times), markup=False)
         if plan.config.model.attention_backend == "auto":

@@ -88,6 +88,12 @@ def combine_results(
         *find_contradictions({path: section for path, section in records_by_path.items() if path not in experiments}),
     ):
         console.print(f"note: {message}", markup=False, highlight=False, soft_wrap=True)
+    for path in result_paths:
+        page = path.with_name(f"{path.name}{MARKDOWN_SUFFIX}")
+        if path.is_dir() and page != output and page.is_file() and is_generated_markdown(page):
+            console.print(
+                f"note: the published page of {path} is {page}", markup=False, highlight=False, soft_wrap=True
+            )
     for section in sections:
         if section.title is not None:
             title_line = f"{section.title}{report.describe_pending_runs([section])}"

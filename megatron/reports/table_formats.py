@@ -12,8 +12,10 @@ defines such a command before it includes the file keeps its own text when the f
 """
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from rich.table import Table
 from rich.text import Text
@@ -47,8 +49,9 @@ class TextTable:
     """Sentences above the table, which explain its columns."""
 
     def to_text(self) -> str:
-        """Format as aligned columns, for terminals, logs, and pipes."""
-        lines = [(self.corner_header, *self.column_headers), *((name, *cells) for name, cells in self.rows)]
+        """Format as aligned columns, for terminals, logs, and pipes. Long cells continue on further lines."""
+        rows = [(self.corner_header, *self.column_headers), *((name, *cells) for name, cells in self.rows)]
+        lines = [line for name, *cells in rows for line in zip_longest([name], *map(_wrap_cell, cells), fillvalue="")]
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         aligned = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
         return "\n".join([self.title, *self.lead, *(line.rstrip() for line in aligned), *self.notes]) + "\n"
@@ -72,6 +75,16 @@ class TextTable:
             columns.append(HtmlColumn(header, css_class="" if is_number else "text"))
         rows = [(HtmlCell(name), [HtmlCell(cell) for cell in cells]) for name, cells in self.rows]
         return HtmlTable(self.corner_header, columns, rows, "results", self.title, self.notes, self.lead)
+
+
+MAX_CELL_WIDTH = 60
+"""Width from which a cell of a text table is wrapped, in columns."""
+
+
+def _wrap_cell(cell: str) -> list[str]:
+    if len(cell) <= MAX_CELL_WIDTH:
+        return [cell]
+    return textwrap.wrap(cell, MAX_CELL_WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def build_rich_table(table: ComparisonTable) -> Table:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.checkpoint.layout import get_checkpoint_path
-from megatron.config.config_layers import COMMAND_LINE
+from megatron.config.config_layers import COMMAND_LINE, ConfigLayers
 from megatron.config.load import find_config, merge_documents, split_override
 from megatron.config.method_names import list_processor_values
 from megatron.config.position_overrides import list_overrides
@@ -71,6 +71,8 @@ class SweepMember:
     """Benchmark of its training, or None for the sweep's own."""
     further_evaluations: Mapping[str, FurtherEvaluationOptions] = field(default_factory=dict)
     """Additional evaluations of this variant, by name."""
+    layers: ConfigLayers = field(default_factory=lambda: ConfigLayers({}, {}), compare=False, repr=False)
+    """Where each key was set, for messages."""
 
     @property
     def evaluations(self) -> dict[str | None, EvaluationOptions]:
@@ -120,7 +122,8 @@ class SweepMember:
             else lambda config: resolve_run(config, LocalHardware.detect())
         )
         check_config(self.config)
-        return resolve(self.config)
+        with self.layers.locate_errors():
+            return resolve(self.config)
 
     @property
     def machine_config(self) -> Config:
@@ -313,7 +316,7 @@ def _build_members(
         )
         member = SweepMember(
             variant, seed, loaded.config, folder, evaluation, results, trunk, first_step, training.benchmark,
-            further_evaluations,
+            further_evaluations, loaded.layers,
         )  # fmt: skip
         load = None if member.origin is None else str(member.origin)
         config = loaded.config.replace(seed=seed, save=str(folder), load=load)

@@ -266,7 +266,7 @@ class BatchHistory:
         end = order.position.step + (order.last_sample - order.position.samples) // order.batch_size
         if step > end:
             reason = "is after the last step" if end == order.config.training.train_iters else "has not been reached"
-            raise UserError(f"step {step} {reason}; after {name}, batches up to step {end} are known")
+            raise UserError(f"step {step} {reason}; batches are known up to step {end}")
         notes = []
         if step > (reached := max(self._losses, default=order.position.step)):
             notes.append(f"the last recorded step is {reached}")

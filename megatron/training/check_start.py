@@ -36,7 +36,7 @@ from megatron.options.data import SPLITS, CorpusName, DataOptions, Split, list_c
 from megatron.options.section import MAX_STEPS
 from megatron.training.check_resources import check_disk
 from megatron.training.harness_loading import (
-    check_harness_package,
+    check_harness_names,
     check_task_requests,
     load_local_tasks,
     load_training_tasks,
@@ -200,7 +200,7 @@ def check_environment(config: Config, *, reads_data: bool = True, has_own_python
     check_disk(config)
     if has_own_python:
         check_reporters(config)
-        check_harness_package(config)
+        check_harness_names(config)
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,17 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPT
 
 
-def check_harness_package(config: Config) -> None:
-    """Check that lm-evaluation-harness is installed if tasks are evaluated, without importing it. Raises UserError."""
-    if config.logging.harness.tasks:
+def check_harness_names(config: Config) -> None:
+    """Check that lm-evaluation-harness is installed and has the tasks of a run, if any, without importing it.
+
+    Raises UserError.
+    """
+    harness = config.logging.harness
+    if harness.tasks:
+        from megatron.evaluation.harness_names import check_task_names
+
         require_package("lm_eval", "harness.tasks")
+        check_task_names(harness.tasks, harness.include_path, "harness.tasks")
 
 
 def load_training_tasks(

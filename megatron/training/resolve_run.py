@@ -116,8 +116,9 @@ def _check_complete(config: Config) -> None:
         and training.train_epochs is None
         and not any(key in stage for stage in training.stages[-1:] for key in ENDS)
     ):
+        given = "0" if "train_iters" in training.model_fields_set else "missing"
         raise UserError(
-            "train_iters, the number of optimizer steps, is missing or 0; it must be at least 1, or set train_epochs",
+            f"train_iters, the number of optimizer steps, is {given}; it must be at least 1, or set train_epochs",
             "train_iters",
         )
     if training.stages and config.checkpoint.save is None:
@@ -131,7 +132,8 @@ def _check_launched(config: Config, rank_info: RankInfo | None, dry_run: bool) -
     elif config.launch.nodes not in (None, 1) and not dry_run:
         raise UserError(
             f"nodes is {config.launch.nodes}, but this process was started alone; start it with srun, "
-            "mpirun or torchrun on every machine"
+            "mpirun or torchrun on every machine",
+            "nodes",
         )
 
 
@@ -266,7 +268,7 @@ def _check_rank(config: Config, rank_info: RankInfo) -> None:
     nodes = "" if launch.nodes is None else f" and nodes is {launch.nodes}"
     if launch.num_gpus is not None and launch.num_gpus * (launch.nodes or 1) != rank_info.world_size:
         started = "1 process was" if rank_info.world_size == 1 else f"{rank_info.world_size} processes were"
-        raise UserError(f"num_gpus is {launch.num_gpus}{nodes}, but {started} started (WORLD_SIZE)")
+        raise UserError(f"num_gpus is {launch.num_gpus}{nodes}, but {started} started (WORLD_SIZE)", "num_gpus")
     if (
         launch.num_gpus is None
         and launch.nodes is not None
@@ -274,23 +276,29 @@ def _check_rank(config: Config, rank_info: RankInfo) -> None:
     ):
         raise UserError(
             f"nodes is {launch.nodes}, but {rank_info.world_size} processes were started (WORLD_SIZE), "
-            f"{rank_info.ranks_on_node} of them on this machine"
+            f"{rank_info.ranks_on_node} of them on this machine",
+            "nodes",
         )
 
 
 def _check_device(requested: str, device: str, precision: str, ranks: int, hardware: LocalHardware) -> None:
     if requested == "cuda" and device == "cpu":
-        raise UserError("device is cuda, but this machine has no CUDA device (or torch was built without CUDA)")
+        raise UserError(
+            "device is cuda, but this machine has no CUDA device (or torch was built without CUDA)", "device"
+        )
     if precision == "fp16" and device == "cpu":
         reason = "device is cpu" if requested == "cpu" else "this machine has none"
-        raise UserError(f"precision is fp16, which needs a GPU, and {reason}; use precision=bf16 or fp32")
+        raise UserError(f"precision is fp16, which needs a GPU, and {reason}; use precision=bf16 or fp32", "precision")
     if device == "cuda" and ranks > hardware.num_gpus:
         have = "1 GPU" if hardware.num_gpus == 1 else f"{hardware.num_gpus} GPUs"
-        raise UserError(f"num_gpus is {ranks}, but this machine has {have}; use at most that many, or device: cpu")
+        raise UserError(
+            f"num_gpus is {ranks}, but this machine has {have}; use at most that many, or device: cpu", "num_gpus"
+        )
     limit = PROCESSES_PER_CORE * hardware.num_cores
     if device == "cpu" and ranks > limit:
         have = "1 CPU core" if hardware.num_cores == 1 else f"{hardware.num_cores} CPU cores"
         raise UserError(
             f"num_gpus is {ranks}, but this machine has {have} and no usable GPU; use at most {limit}, "
-            f"{PROCESSES_PER_CORE} per core"
+            f"{PROCESSES_PER_CORE} per core",
+            "num_gpus",
         )

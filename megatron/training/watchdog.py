@@ -57,8 +57,8 @@ if stacks:
             file.writelines(stacks)
         kept = f"; its stacks are in {path}"
     _, step, phase = beat.decode().split(" ", 2)
-    print(f"error: rank {rank} hangs in {phase} of step {step} for {seconds} s (hang_timeout), in native code that "
-          f"holds the GIL{kept}", file=sys.stderr, flush=True)
+    print(f"error: rank {rank} hangs at step {step} in phase `{phase}` for {seconds} s (hang_timeout), "
+          f"in native code that holds the GIL{kept}", file=sys.stderr, flush=True)
 """
 """Program of a helper process. It reads the rank's progress, line by line, and finally the output of `faulthandler` if
 the rank hangs; it then prints the error that the rank itself cannot print.
@@ -116,11 +116,11 @@ def diagnose_hang(heartbeats: dict[int, Heartbeat], silent: set[int], seconds: f
     behind = min(beat.count for beat in heartbeats.values())
     late = sorted(silent) or sorted(rank for rank, beat in heartbeats.items() if beat.count == behind)
     heartbeat = heartbeats[late[0]]
-    location = f"in {heartbeat.phase} of step {heartbeat.step} for {seconds:.0f} s (hang_timeout)"
+    location = f"at step {heartbeat.step} in phase `{heartbeat.phase}` for {seconds:.0f} s (hang_timeout)"
     if len(late) == len(heartbeats) > 1:
         return f"all {len(heartbeats)} ranks hang {location}"
     ranks = f"rank {late[0]} hangs" if len(late) == 1 else f"ranks {', '.join(map(str, late))} hang"
-    others = sorted({beat.phase for rank, beat in heartbeats.items() if rank not in late})
+    others = sorted({f"`{beat.phase}`" for rank, beat in heartbeats.items() if rank not in late})
     waiting = f", while the others are in {' and '.join(others)}" if others else ""
     dead = "; no heartbeat: stopped, stuck in a computation, or its machine is down" if silent else ""
     return f"{ranks} {location}{waiting}{dead}"
@@ -304,7 +304,7 @@ class Watchdog:
                 beat = self._heartbeat
                 line = (
                     f"rank 0 hangs: no heartbeat for {now - self._answered:.0f} s (hang_timeout), while rank "
-                    f"{self.groups.rank} is in {beat.phase} of step {beat.step}"
+                    f"{self.groups.rank} is at step {beat.step} in phase `{beat.phase}`"
                 )
                 self._end_run(HangDiagnosis(line, (0,), reporter=1, time=time.time()), self._store)
                 return

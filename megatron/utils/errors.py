@@ -173,7 +173,9 @@ def describe_cause(error: BaseException) -> str:
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
     if number := re.search(r"\(os error (\d+)\)", words):
         return os.strerror(int(number[1]))
-    return f"the disk is full or failed: {words}" if re.fullmatch(r"\d+ requested and \d+ written", words) else words
+    if number := re.fullmatch(r"(\d+) requested and (\d+) written", words):
+        return f"the disk is full or failed: {int(number[2]):,} of {int(number[1]):,} array elements were written"
+    return words
 
 
 def describe_error(error: BaseException) -> str:

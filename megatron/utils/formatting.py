@@ -101,16 +101,45 @@ def suggest_names(
         cutoff: minimum similarity of difflib, from 0 to 1.
         shown: how to write a known name, if different.
     """
-    by_lower = {known.lower(): known for known in names}
-    matches = difflib.get_close_matches(name.lower(), by_lower, max_suggestions, cutoff)
-    suggested = list(dict.fromkeys(shown[by_lower[match]] if shown else by_lower[match] for match in matches))
+    nearest = _find_similar(name, names, max_suggestions, cutoff)
+    suggested = list(dict.fromkeys(shown[match] if shown else match for match in nearest))
     return f"did you mean {' or '.join(suggested)}?" if suggested else ""
 
 
 def find_nearest_name(name: str, names: Iterable[str]) -> str | None:
     """Return the most similar known name, or None if no name is similar. Ignores case."""
+    return next(iter(_find_similar(name, names, 1, 0.6)), None)
+
+
+def _find_similar(name: str, names: Iterable[str], max_names: int, cutoff: float) -> list[str]:
+    """Return the most similar known names, or longer names with a more similar beginning: v100-16gb for v1000."""
     by_lower = {known.lower(): known for known in names}
-    return next((by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, 1)), None)
+    text = name.lower()
+    matches = difflib.get_close_matches(text, by_lower, max_names, cutoff)
+    longer = [known for known in by_lower if len(text) < len(known) < MAX_EXTENSION * len(text)]
+    beginnings = {known[: len(text)] for known in longer if len(text) >= MIN_BEGINNING}
+    begin = next(iter(difflib.get_close_matches(text, beginnings, 1, BEGINNING_CUTOFF)), None)
+    best = _compare(matches[0], text) if matches else 0.0
+    if begin is not None and best < min(_compare(begin, text), ALMOST_EQUAL):
+        matches = [known for known in longer if known.startswith(begin)]
+        matches = matches[: max(max_names, MAX_VARIANTS)]
+    return [by_lower[match] for match in matches]
+
+
+def _compare(known: str, text: str) -> float:
+    return difflib.SequenceMatcher(None, known, text).ratio()
+
+
+ALMOST_EQUAL = 0.9
+"""Similarity of a known name from which beginnings of others are not considered."""
+MIN_BEGINNING = 4
+"""Minimum number of characters of a name that is compared with the beginnings of longer names."""
+MAX_EXTENSION = 2.5
+"""Length of a longer name relative to the given name, below which its beginning is compared."""
+BEGINNING_CUTOFF = 0.75
+"""Minimum similarity of a name to the beginning of a longer one."""
+MAX_VARIANTS = 3
+"""Maximum number of names with the same beginning that are suggested."""
 
 
 def format_choices(name: str, names: Collection[str]) -> str:

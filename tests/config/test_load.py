@@ -413,7 +413,7 @@ def test_validation_without_an_interval_is_reported(write):
 
 def test_a_validation_set_is_located_by_its_key(write):
     loaded = load_config(["base"], ["valid_data_sets={a: x}"])
-    with pytest.raises(UserError, match=r"^command line: valid_data_sets\.a: no"), loaded.locate_errors():
+    with pytest.raises(UserError, match=r"^command line: valid_data_sets\.a: no"), loaded.layers.locate_errors():
         raise UserError("valid_data_sets.a: no", "valid_data_sets.a")
 
 

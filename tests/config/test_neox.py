@@ -553,7 +553,7 @@ def load_null(folder: Path, values: dict[str, Any]) -> str | None:
     path.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
     try:
         loaded = load_config([path])
-        with loaded.locate_errors():
+        with loaded.layers.locate_errors():
             check_position_options(loaded.config.model, loaded.config.position)
     except UserError as error:
         return str(error)

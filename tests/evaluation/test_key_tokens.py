@@ -160,7 +160,7 @@ def test_key_tokens_fit_one_text_and_one_choice_of_windows(tmp_path: Path, runni
         ({"targets": 4}, r"different choice of windows and targets \(digest\)"),
         ({"key_alpha": 1.0}, "only for finding key tokens"),
         ({"find_key_tokens": True}, "file exists, and other evaluations may depend on it"),
-        ({"key_tokens": missing}, "file not found; create it with find_key_tokens"),
+        ({"key_tokens": missing}, "file not found; set find_key_tokens to create it"),
         ({"key_tokens": str(damaged)}, "not a file of key tokens: alpha: Field required"),
         ({"key_tokens": None}, "long_perplexity needs key_tokens"),
         ({"measures": ["perplexity"]}, "only for the measure long_perplexity"),

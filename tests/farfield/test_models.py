@@ -112,8 +112,8 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
     [
         (lambda model: model.score("1 2", 64), "the text has 2 tokens; a window of 64 needs 65"),
         (lambda model: model.score(TEXT, 16, stride=17), "stride is 17; it must be an integer from 1 to 16"),
-        (lambda model: model.score([1, 2.5, 3], 1), "a list of tokens, which are integers from 0 to 60"),
-        (lambda model: model.score([1, 99, 3], 1), "a list of tokens, which are integers from 0 to 60"),
+        (lambda model: model.score([1, 2.5, 3], 1), "item 2 of text is 2.5; it must be an integer from 0 to 60"),
+        (lambda model: model.score([1, 99, 3], 1), "item 2 of text is 99; it must be an integer from 0 to 60"),
         (lambda model: model.generate("1", top_p=3), "top_p is 3; it must be at most 1"),
         (lambda model: model.generate("1", top_q=3), "there is no option top_q; did you mean top_p? choose from "),
         (
@@ -122,23 +122,27 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
         ),
         (lambda model: model.generate("1", stop=""), "stop is ''; it must be a list"),
         (lambda model: model.generate(None), "prompt is None; it must be a string or a list of strings"),
-        (lambda model: model.generate([1, 2]), "prompt is 1; it must be a string"),
-        (lambda model: model.decode([99]), "a list of tokens, which are integers from 0 to 60"),
+        (lambda model: model.generate([1, 2]), "item 1 of prompt is 1; it must be a string"),
+        (lambda model: model.decode([99]), "item 1 of tokens is 99; it must be an integer from 0 to 60"),
         (lambda model: model.score(TEXT, 6.5), "length is 6.5; it must be an integer of at least 1"),
         (lambda model: model.score(TEXT, True), "length is True; it must be an integer"),
         (lambda model: model.score([[1, 2], [3]]), "a list of tokens, which are integers from 0 to 60"),
         (lambda model: model.attention_maps("1 2", 0), "layers is 0; it must be a list of layer indices"),
-        (lambda model: model.attention_maps("1 2", [0.5]), "a layer is 0.5; it must be an integer"),
+        (lambda model: model.attention_maps("1 2", [0.5]), "item 1 of layers is 0.5; it must be an integer"),
         (lambda model: model.bias_table(10**12), "length is 1000000000000; it must be an integer from 1 to"),
         (lambda model: farfield.load("x", precision="fp33"), "precision is fp33; did you mean fp32?"),
         (lambda model: farfield.load("x", rope=5), "rope is 5; it must be a string"),
         (lambda model: farfield.evaluate(5), "runs is 5; it must be a path, or a list of paths"),
         (lambda model: farfield.evaluate("x", length=[5]), "there is no option length; did you mean lengths?"),
         (lambda model: farfield.analyze("x", lengths=[0]), "item 1 of lengths is 0; it must be at least 1"),
-        (lambda model: farfield.train(["x.yml"]), "files is (['x.yml'],); it must be a path"),
+        (lambda model: farfield.train(["x.yml"]), "item 1 of files is ['x.yml']; it must be a path"),
+        (lambda model: farfield.evaluate(), "evaluate: missing a required argument: 'runs'"),
+        (lambda model: farfield.evaluate([]), "runs is empty; it must be at least one run folder"),
+        (lambda model: farfield.evaluate("x", multiples=[2, 0]), "item 2 of multiples is 0; it must be greater than 0"),
+        (lambda model: farfield.load("x", divice="cpu"), "load: there is no argument divice; did you mean device?"),
         (lambda model: farfield.sweep(), "name the files of the sweep"),
         (lambda model: model.generate("1", window=3), "window is an option of farfield.load"),
-        (lambda model: model.attention_maps("1 2", [2]), "a layer is 2; it must be an integer from 0 to 1"),
+        (lambda model: model.attention_maps("1 2", [2]), "item 1 of layers is 2; it must be an integer from 0 to 1"),
         (lambda model: model.attention_maps("1 2", []), "layers is empty; list layers"),
         (lambda model: model.attention_maps(""), "the text has no tokens"),
         (lambda model: model.bias_table(0), "length is 0; it must be an integer from 1 to"),
@@ -151,6 +155,17 @@ def test_a_mistake_is_one_line(model: farfield.Model, ask, reported: str) -> Non
         ask(model)
     assert reported in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_messages_name_arguments_instead_of_options(model: farfield.Model, tmp_path: Path) -> None:
+    """Errors of code that the command line shares name the argument."""
+    run = str(model._loaded.run.checkpoint)
+    with pytest.raises(farfield.UserError, match=r"^only: unknown analysis 'kernel'; did you mean kernels"):
+        farfield.analyze(run, tmp_path / "page", only=["kernel"])
+    with pytest.raises(farfield.UserError, match="nowhere: not found; data expects a file"):
+        farfield.evaluate(run, tmp_path, data=str(tmp_path / "nowhere"))
+    with pytest.raises(farfield.UserError, match=r"^num_layers is x; it must be an integer"):
+        farfield.train("configs/model/125M.yml", num_layers="x")
 
 
 def test_positions_that_end_are_refused(corpus: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Declarations about backends that need no torch agree with the backends themselves."""
 
+import io
 import json
 from itertools import product
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kept import Peak
+from rich.console import Console
 from tiny_runs import tiny_config
 
 from megatron.attention.backends import flex, triton
@@ -35,6 +37,7 @@ from megatron.planning import attention_memory, memory_estimate, row_block_memor
 from megatron.planning.attention_memory import ATTENTION_MEMORY, choose_chunk_rows, list_backends
 from megatron.planning.model_costs import plan_encoding, plan_processor
 from megatron.planning.plan import CHECK_RECORD, make_plan, read_checked_backend
+from megatron.planning.print_plan import print_plan
 from megatron.planning.row_block_memory import AttentionShape
 from megatron.planning.step_time import Cluster
 from megatron.position import registry
@@ -275,3 +278,20 @@ def test_a_plan_states_how_it_was_measured() -> None:
     plan = make_plan(config, 61, Cluster(get_gpu_spec("a100-40gb"), 8))
     assert plan.to_dict(1)["rehearse"] == "./deepy.py rehearse CONFIG… --gpus 8"
     assert {"auto", "triton", "sdpa"} < set(plan.to_dict(1)["seconds_by_backend"])
+
+
+def test_a_plan_names_evaluations_that_it_does_not_count() -> None:
+    config = tiny_config(Path(), pos_emb="rotary", train_batch_size=8, train_micro_batch_size_per_gpu=1)
+    tasks = {"tasks": ["piqa"], "interval": 2}
+    for keys, names in (
+        ({}, ()),
+        ({"eval_lengths": ["4x"], "eval_interval": 0}, ()),
+        ({"eval_lengths": ["4x"], "eval_interval": 5}, ("eval_lengths",)),
+        ({"eval_lengths": ["4x"], "eval_interval": 5, "harness": tasks}, ("eval_lengths", "harness.tasks")),
+    ):
+        plan = make_plan(config.replace(**keys), 61, Cluster(get_gpu_spec("a100-40gb"), 8))
+        assert plan.uncounted_keys == names
+        output = io.StringIO()
+        print_plan(plan, Console(file=output, width=100), 1)
+        line = f"not counted: evaluation during training with {' and '.join(names)}\n"
+        assert (line in output.getvalue()) == bool(names)

@@ -1,5 +1,6 @@
 """Extrapolation criterion, text tables, and `./deepy.py report` from files to a page."""
 
+import io
 import re
 from pathlib import Path
 
@@ -145,6 +146,25 @@ def test_a_table_as_text_and_html() -> None:
     assert "<span>A &lt;b&gt;</span></caption>" in table_html(grid.to_html())
     assert '<p class="notes">Note.</p>' in table_html(grid.to_html())
     assert "<3" not in table_html(grid.to_html())
+
+
+def test_long_cells_of_a_table_as_text_continue_on_further_lines() -> None:
+    names = ", ".join(f"method_{number}" for number in range(30))
+    text = TextTable("A", "row", ("long", "short"), (("one", (names, "1")), ("two", ("–", "2")))).to_text()
+    assert max(map(len, text.splitlines())) <= 75
+    lines = text.splitlines()[2:]
+    assert " ".join(line[5:].split("  ")[0].strip() for line in lines[:-1]) == names
+    assert lines[0].endswith("  1")
+    assert lines[-1].startswith("two  –  ")
+
+
+def test_a_folder_with_a_published_page_names_it(story: list[Record], tmp_path: Path) -> None:
+    records.write_records(tmp_path / "a" / "results.json", story)
+    console = Console(file=io.StringIO(), width=200)
+    combine_results([tmp_path / "a"], console, output=tmp_path / "a.md")
+    assert "published page" not in console.file.getvalue()
+    combine_results([tmp_path / "a"], console)
+    assert f"note: the published page of {tmp_path / 'a'} is {tmp_path / 'a.md'}\n" in console.file.getvalue()
 
 
 def test_files_become_a_page(story: list[Record], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from .conftest import BASE, ROOT, Trainer, run, write
         (("windows: 3", "windws: 3"), "sweep.yml:21: unknown key 'sweep.evaluate.windws'; did you mean windows?"),
         (("windows: 3", "windows: 0"), "sweep.yml:21: sweep.evaluate.windows is 0; it must be at least 1"),
         (("windows: 3", "protocol: first"), "protocol is first; choose from last, nonoverlapping"),
-        (("multiples: [1, 4]", "multiples: [0.3]"), "sweep.evaluate.lengths: '0.3x' is not a length"),
+        (("multiples: [1, 4]", "multiples: [0.3]"), "sweep.evaluate.multiples: 0.3x is "),
         (("multiples: [1, 4]", "lengths: '1x,4y'"), "sweep.yml:21: sweep.evaluate.lengths is 1x,4y; '4y' is not"),
         (("windows: 3", "rope: yarn:x"), "sweep.yml:21: sweep.evaluate.rope"),
         (("windows: 3", "windows: 3000"), "enough for"),
@@ -69,6 +69,12 @@ def test_mistakes_on_the_command_line(trainer: Trainer) -> None:
         with pytest.raises(UserError) as caught:
             run(override)
         assert message in str(caught.value)
+
+
+def test_errors_of_a_member_name_where_the_value_was_set(place: Path) -> None:
+    write(BASE.replace("rotary: {pos_emb: rotary}", "rotary: {pos_emb: rotary, device: cuda}"))
+    with pytest.raises(UserError, match=r"^sweep.yml:\d+: device is cuda, but this machine has no CUDA device"):
+        _ = read_sweep(["sweep.yml"]).members[0].resolved_run
 
 
 def test_files_without_a_sweep(place: Path) -> None:

@@ -1,4 +1,4 @@
-"""`./deepy.py what-was-in`: the documents of a step equal the batches that training read."""
+"""`./deepy.py show-batch`: the documents of a step equal the batches that training read."""
 
 import io
 import json
@@ -12,7 +12,7 @@ from rich.console import Console
 from tiny_runs import losses, records, tiny_config, train_with_processes
 
 from megatron.checkpoint import layout
-from megatron.cli.show import describe_attempt, escape_control_characters, parse_steps, what_was_in
+from megatron.cli.show import describe_attempt, escape_control_characters, parse_steps, show_batch
 from megatron.config.schema import Config
 from megatron.data.indexed_dataset import open_indexed
 from megatron.data.torch_data import build_dataloader
@@ -193,23 +193,23 @@ def test_two_data_ranks(corpus: Path, tmp_path: Path) -> None:
 def test_the_command(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(tiny_config(corpus, tmp_path, train_iters=4, log_interval=2, num_workers=0))
     before = sorted(tmp_path.rglob("*"))
-    what_was_in(tmp_path, ["3-4"], None, 5)
+    show_batch(tmp_path, ["3-4"], None, 5)
     out = capsys.readouterr().out
     loss = records(tmp_path)[4]["loss"]
     assert f"step 3: loss {loss:.4f} (mean of steps 3-4); 4 sequences, 1 data-parallel rank\n" in out
     assert "columns 0-" in out
     assert f"{corpus}/train_text_document, document " in out
     assert all(len(line.strip()) <= 6 for line in out.splitlines() if line.startswith(" " * 6))
-    what_was_in(tmp_path, ["3"], 0, 200, as_json=True)
+    show_batch(tmp_path, ["3"], 0, 200, as_json=True)
     (batch,) = json.loads(capsys.readouterr().out)
     assert (batch["step"], batch["loss"], batch["loss_steps"], len(batch["rows"])) == (3, loss, [3, 4], 4)
     assert sorted(tmp_path.rglob("*")) == before  # nothing is written
-    with pytest.raises(UserError, match=r"^step 5 is after the last step; after step_0000004, "):
-        what_was_in(tmp_path, ["5"])
+    with pytest.raises(UserError, match=r"^step 5 is after the last step; batches are known up to step 4$"):
+        show_batch(tmp_path, ["5"])
     with pytest.raises(UserError, match=r"^--rank 1: step 2 has data-parallel ranks 0 to 0$"):
-        what_was_in(tmp_path, ["2"], 1)
+        show_batch(tmp_path, ["2"], 1)
     with pytest.raises(UserError, match="no checkpoint"):
-        what_was_in(corpus, ["2"])
+        show_batch(corpus, ["2"])
 
 
 def test_steps_and_text() -> None:

@@ -57,8 +57,8 @@ def error_of(printed: str) -> str:
 def test_a_rank_that_sleeps(corpus: Path, tmp_path: Path) -> None:
     codes, printed, stacks = hang(corpus, tmp_path, 1, "sleep")
     assert codes == [75, 75]
-    assert "rank 1 hangs in data of step 2 for " in error_of(printed[0])
-    assert "while the others are in reduce" in error_of(printed[0])
+    assert "rank 1 hangs at step 2 in phase `data` for " in error_of(printed[0])
+    assert "while the others are in `reduce`" in error_of(printed[0])
     assert "; rank 0 waits in all_reduce of 4 int64 over gloo among ranks 0-1 (" in error_of(printed[0])
     assert "; rank 1 is at tests/support/hanging_rank.py:" in error_of(printed[0])
     assert "error:" not in printed[1]
@@ -69,7 +69,7 @@ def test_a_rank_that_sleeps(corpus: Path, tmp_path: Path) -> None:
 def test_a_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> None:
     codes, printed, stacks = hang(corpus, tmp_path, 1, "hold")
     assert codes == [75, 1]  # exit code of faulthandler
-    assert "rank 1 hangs in data of step 2" in error_of(printed[0])
+    assert "rank 1 hangs at step 2 in phase `data`" in error_of(printed[0])
     assert "in holding" in stacks[1]
 
 
@@ -87,7 +87,7 @@ def test_a_lone_rank_that_holds_pythons_lock(corpus: Path, tmp_path: Path) -> No
     while "error: " not in rank.printed() and time.monotonic() < deadline:
         time.sleep(0.05)
     reported = error_of(rank.printed())
-    assert "rank 0 hangs in data of step 2 for 2 s (hang_timeout), in native code that holds the GIL; its" in reported
+    assert "rank 0 hangs at step 2 in phase `data` for 2 s (hang_timeout), in native code that holds the" in reported
     assert "in holding" in (tmp_path / "run" / STACKS / "rank_0.txt").read_text()
 
 
@@ -153,11 +153,12 @@ def test_the_heartbeat_reports_the_progress(tmp_path: Path) -> None:
     ("beats", "silent", "says"),
     [
         ({0: (9, 3, "reduce"), 1: (8, 3, "data"), 2: (9, 3, "reduce")}, set(),
-         "rank 1 hangs in data of step 3 for 60 s (hang_timeout), while the others are in reduce"),
+         "rank 1 hangs at step 3 in phase `data` for 60 s (hang_timeout), while the others are in `reduce`"),
         ({0: (9, 3, "step"), 1: (8, 3, "data"), 2: (8, 3, "data")}, set(),
-         "ranks 1, 2 hang in data of step 3 for 60 s (hang_timeout), while the others are in step"),
-        ({0: (9, 3, "step"), 1: (9, 3, "step")}, set(), "all 2 ranks hang in step of step 3 for 60 s (hang_timeout)"),
-        ({0: (9, 3, "step")}, set(), "rank 0 hangs in step of step 3 for 60 s (hang_timeout)"),
+         "ranks 1, 2 hang at step 3 in phase `data` for 60 s (hang_timeout), while the others are in `step`"),
+        ({0: (9, 3, "step"), 1: (9, 3, "step")}, set(),
+         "all 2 ranks hang at step 3 in phase `step` for 60 s (hang_timeout)"),
+        ({0: (9, 3, "step")}, set(), "rank 0 hangs at step 3 in phase `step` for 60 s (hang_timeout)"),
     ],
 )  # fmt: skip
 def test_the_rank_that_is_behind_is_named(beats: dict[int, tuple[int, int, str]], silent: set[int], says: str) -> None:
@@ -166,7 +167,7 @@ def test_the_rank_that_is_behind_is_named(beats: dict[int, tuple[int, int, str]]
 
 def test_a_silent_rank_is_named_before_a_waiting_rank() -> None:
     beats = {0: Heartbeat(9, 3, "reduce"), 1: Heartbeat(9, 3, "reduce"), 2: Heartbeat(8, 3, "data")}
-    assert diagnose_hang(beats, {1}, 60.0).startswith("rank 1 hangs in reduce")
+    assert diagnose_hang(beats, {1}, 60.0).startswith("rank 1 hangs at step 3 in phase `reduce`")
     assert "no heartbeat" in diagnose_hang(beats, {1}, 60.0)
     assert Heartbeat.parse(str(Heartbeat(3, 4, "forward and backward"))) == Heartbeat(3, 4, "forward and backward")
 

@@ -4,13 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron.utils.errors import check_reachable, describe_error, shorten_text, to_path_error
+from megatron.utils.errors import check_reachable, describe_cause, describe_error, shorten_text, to_path_error
 
 
 def test_describe_is_one_short_line() -> None:
     assert describe_error(ValueError("a\n  b")) == "ValueError: a b"
     assert describe_error(ValueError()) == "ValueError"
     assert len(describe_error(ValueError("x" * 1000))) < 330
+
+
+def test_the_count_of_a_full_disk_has_a_unit() -> None:
+    error = OSError("250000 requested and 480 written")  # as numpy reports it
+    assert describe_cause(error) == "the disk is full or failed: 480 of 250,000 array elements were written"
 
 
 def test_a_path_is_to_blame_for_some_errors_of_the_system_alone(tmp_path: Path) -> None:

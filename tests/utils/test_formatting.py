@@ -3,12 +3,14 @@
 import pytest
 
 from megatron.utils.formatting import (
+    find_nearest_name,
     format_approximate_duration,
     format_decimal,
     format_duration,
     format_flops,
     format_flops_per_second,
     format_quantity,
+    suggest_names,
 )
 
 
@@ -70,3 +72,14 @@ def test_flop(count: float, text: str) -> None:
 )  # fmt: skip
 def test_decimals_become_exponents(number: float, text: str) -> None:
     assert format_decimal(number, 2) == text
+
+
+def test_a_name_is_compared_with_the_beginnings_of_longer_ones() -> None:
+    cards = ["a100-40gb", "a100-80gb", "h100", "h100-nvl", "v100-16gb", "v100-32gb"]
+    assert suggest_names("v1000", cards) == "did you mean v100-16gb or v100-32gb?"
+    assert suggest_names("A100", cards) == "did you mean a100-40gb or a100-80gb?"
+    assert suggest_names("h1000", cards) == "did you mean h100?"
+    assert suggest_names("xyz", cards) == ""
+    assert find_nearest_name("v100", cards) == "v100-16gb"
+    assert suggest_names("evaluat", ["evaluate", "evaluations"]) == "did you mean evaluate?"
+    assert suggest_names("tensor", ["tensorboard_dir"], cutoff=0.8) == ""  # a beginning alone proves nothing

@@ -6,20 +6,12 @@ from typing import Any
 import typer
 
 from megatron.cli.app import COMMANDS, app, get_command_name
+from megatron.cli.help_page import describe_parameter, describe_usage
 from megatron.options.section import read_docstring
 from tools.site.markdown import escape, link_docs
 
 FOLDER = "commands"
 EXAMPLES = "[bold]Examples[/]"
-TYPES = {
-    "<str>": "text",
-    "<int range>": "integer",
-    "<float range>": "number",
-    "<path>": "path",
-    "<list[str]>": "text, repeatable",
-    "<list[Path]>": "path, repeatable",
-}
-"""Names of value types, by typer's notation."""
 
 
 def list_commands() -> dict[str, str]:
@@ -56,10 +48,7 @@ def render_command(name: str, command: Any, docstring: str, more: str) -> str:
     """
     path = f"{FOLDER}/{name}.md"
     context = command.make_context(name, [], resilient_parsing=True)
-    pieces = [
-        re.sub(r"^\{(.+)\}$", r"\1", piece.removesuffix("...")) for piece in command.collect_usage_pieces(context)
-    ]
-    usage = " ".join(["./deepy.py", name, *pieces])
+    usage = describe_usage(f"./deepy.py {name}", command, context)
     summary, _, rest = docstring.partition("\n\n")
     parts = [f"# {name}", _format_help(summary), f"``` text\n{usage}\n```", _format_help(rest), f"More: {more}"]
     for title, kind in (("Arguments", "argument"), ("Options", "option")):
@@ -96,21 +85,6 @@ def _join_lines(block: str) -> str:
 
 def _format_parameter(parameter: Any, context: Any) -> str:
     """Format an argument or option with its type, limits and default, as an entry of a definition list."""
-    names, meaning = parameter.get_help_record(context)
-    if parameter.param_type_name == "argument":
-        names = parameter.metavar or names
-    facts = [TYPES[placeholder] for placeholder in re.findall(r"<[^>]*>", names)]
-    names = " ".join(re.sub(r"<[^>]*>", "", names).split())
-    if found := re.search(r"\s*\[((?:default: |required|[\d.]*<?=?x[<>]=)[^\]]*)\]$", meaning):
-        meaning = meaning[: found.start()]
-        facts += map(_describe_fact, reversed(found[1].split("; ")))  # limits before the default
-    return f"{' · '.join([f'`{names}`', *facts])}\n:   {_escape_help(' '.join(meaning.split()))}"
-
-
-def _describe_fact(fact: str) -> str:
-    """Describe a bracketed fact at the end of typer's help: `x>=1`, `0<=x<=1`, `default: 64`, `required`."""
-    if fact.startswith("default: "):
-        return f"default `{fact.removeprefix('default: ')}`"
-    fact = re.sub(r"\d{5,}", lambda number: f"{int(number[0]):,}", fact)
-    fact = re.sub(r"(.+)<=x<=(.+)", r"\1 to \2", fact)
-    return fact.replace("x>=", "at least ").replace("x<=", "at most ")
+    record = describe_parameter(parameter, context)
+    facts = [*filter(None, [record.kind]), *record.facts]
+    return f"{' · '.join([f'`{record.names}`', *facts])}\n:   {_escape_help(record.meaning)}"
