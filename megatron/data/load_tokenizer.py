@@ -101,8 +101,8 @@ def read_vocab_size(data: DataOptions) -> int:
     """
     if data.task is None:
         for prefix in list_all_prefixes(data):
-            if find_corpus_metadata(prefix) is not None:
-                return read_tokenizer_folder(prefix.parent).metadata.vocab_size
+            if (metadata := find_corpus_metadata(prefix)) is not None:
+                return metadata.tokenizer.vocab_size
     return read_vocabulary(data).size
 
 
