@@ -48,7 +48,9 @@ class AnalysisOptions(LengthOptions):
         "text to analyze: .txt or .jsonl file, corpus folder or dataset; if absent, each run's test split, or "
         "sequences of the task that a run was trained on",
     )
-    windows: int = config_field(4, "windows per length over which attention is averaged", ge=1)
+    windows: int = config_field(
+        4, "windows per length over which attention is averaged", ge=1, flags=("--num-windows", "--windows")
+    )
     window: int | None = WINDOW_FIELD
     attention_temperature: str | None = TEMPERATURE_FIELD
     rope: str | None = ROPE_FIELD
