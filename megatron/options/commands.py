@@ -65,7 +65,13 @@ MAX_NEW_TOKENS = 10**9
 class GenerationOptions(ConfigSection):
     """Options of text generation with a trained model."""
 
-    maximum_tokens: int = config_field(64, "maximum number of tokens to generate per prompt", ge=1, le=MAX_NEW_TOKENS)
+    maximum_tokens: int = config_field(
+        64,
+        "maximum number of tokens to generate per prompt",
+        ge=1,
+        le=MAX_NEW_TOKENS,
+        flags=("--maximum-tokens", "--max-new-tokens"),
+    )
     temperature: float = config_field(
         1.0, "divisor of the logits; 0 always selects the most likely token (greedy)", ge=0
     )
