@@ -265,7 +265,7 @@ def test_train_and_evaluate_print_only_our_output(corpus, trained, inside):
     assert not re.search("warning|error", log, re.IGNORECASE), log  # would look like a broken installation
     # The command suggested in the output, with a text.
     command = last.split("./deepy.py ")[1].replace("TEXT", "text/1.txt").split()
-    evaluated = inside(*command, "--lengths", "16,32", "--windows", "2", cwd=corpus)
+    evaluated = inside(*command, "--lengths", "16,32", "--num-windows", "2", cwd=corpus)
     assert evaluated.returncode == 0, evaluated.stderr
     assert "rotary" in evaluated.stdout
     assert "runs/one: step_0000004, checksums match" in evaluated.stdout

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TAKEN = ("farfield", "megatron", "configs", "docs", "tests", "tools", "deepy.py", "pyproject.toml")
 SET_UP = "make setup-dev"
 """The only omitted command; the tests run in the environment that it creates."""
-LESS = {"train_iters: 400": "train_iters: 20", "--windows 16": "--windows 4"}
+LESS = {"train_iters: 400": "train_iters: 20", "--num-windows 16": "--num-windows 4"}
 
 
 def blocks(text: str) -> list[tuple[str, str]]:

@@ -117,7 +117,7 @@ OPTION_NAME = re.compile(r"(?:command line: )?(item \d+ of |)(\w+)(?=[ :])")
 
 
 def replace_key_by_option(line: str, flags: Mapping[str, str]) -> str:
-    """Replace the key at the start of an error line by its option: `windows is 0; …` becomes `--windows is 0; …`.
+    """Replace the key at the start of an error line by its option: `windows is 0; …` becomes `--num-windows is 0; …`.
 
     The original line also occurs for keys in sweep files and scripts.
 

@@ -179,6 +179,8 @@ def sweep(
     member: Annotated[
         int | None,
         typer.Option(
+            "--run-index",
+            "--member",
             min=0,
             help="Train and evaluate one run, given by its index from 0, without a report. Used by job arrays.",
         ),

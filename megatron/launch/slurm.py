@@ -203,7 +203,7 @@ def _build_srun_command(job: SlurmJob) -> str:
         words += ["apptainer", "exec", *([] if job.launch.device == "cpu" else ["--nv"])]
         words += [f"--bind={mount}" for mount in mounts] + [slurm.container]
     words += [slurm.python or (sys.executable if slurm.container is None else "python3"), *COMMAND]
-    quoted = [word if word.startswith("--member=$") else shlex.quote(word) for word in (*words, *job.command)]
+    quoted = [word if word.startswith("--run-index=$") else shlex.quote(word) for word in (*words, *job.command)]
     return " ".join(quoted)
 
 

@@ -48,7 +48,9 @@ class AnalysisOptions(LengthOptions):
         "text to analyze: .txt or .jsonl file, corpus folder or dataset; if absent, each run's test split, or "
         "sequences of the task that a run was trained on",
     )
-    windows: int = config_field(4, "windows per length over which attention is averaged", ge=1)
+    windows: int = config_field(
+        4, "windows per length over which attention is averaged", ge=1, flags=("--num-windows", "--windows")
+    )
     window: int | None = WINDOW_FIELD
     attention_temperature: str | None = TEMPERATURE_FIELD
     rope: str | None = ROPE_FIELD
@@ -63,7 +65,13 @@ MAX_NEW_TOKENS = 10**9
 class GenerationOptions(ConfigSection):
     """Options of text generation with a trained model."""
 
-    maximum_tokens: int = config_field(64, "maximum number of tokens to generate per prompt", ge=1, le=MAX_NEW_TOKENS)
+    maximum_tokens: int = config_field(
+        64,
+        "maximum number of tokens to generate per prompt",
+        ge=1,
+        le=MAX_NEW_TOKENS,
+        flags=("--maximum-tokens", "--max-new-tokens"),
+    )
     temperature: float = config_field(
         1.0, "divisor of the logits; 0 always selects the most likely token (greedy)", ge=0
     )

@@ -165,7 +165,10 @@ class EvaluationOptions(LengthOptions):
         "strided (the last tokens of consecutive windows); or a probe: repeated (random tokens, copied) or passkey",
     )
     windows: int | None = config_field(
-        None, "windows per length; if absent, 64 (last, probes), 512 (trained tasks) or all (other protocols)", ge=1
+        None,
+        "windows per length; if absent, 64 (last, probes), 512 (trained tasks) or all (other protocols)",
+        ge=1,
+        flags=("--num-windows", "--windows"),
     )
     targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = config_field(
         None,
@@ -277,10 +280,10 @@ def reject_text_options(options: EvaluationOptions, names: Iterable[str], why: s
     """
     for name in names:
         if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
-            raise UserError(f"--{name.replace('_', '-')} applies to texts only, but {why}; remove it")
+            raise UserError(f"{name} applies to texts only, but {why}; remove it")
 
 
 def reject_task_options(options: EvaluationOptions) -> None:
     """Reject options of a task if no run was trained on one. Raises UserError."""
     if options.task_options is not None:
-        raise UserError("--task-options applies to runs trained on a task, but these were not; remove it")
+        raise UserError("task_options applies to runs trained on a task, but these were not; remove it")

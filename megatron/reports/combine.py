@@ -89,8 +89,8 @@ def combine_results(
     ):
         console.print(f"note: {message}", markup=False, highlight=False, soft_wrap=True)
     for path in result_paths:
-        page = path.with_name(f"{path.name}{MARKDOWN_SUFFIX}")
-        if path.is_dir() and page != output and page.is_file() and is_generated_markdown(page):
+        page = path.parent / f"{path.name}{MARKDOWN_SUFFIX}"
+        if path.name and path.is_dir() and page != output and page.is_file() and is_generated_markdown(page):
             console.print(
                 f"note: the published page of {path} is {page}", markup=False, highlight=False, soft_wrap=True
             )

@@ -113,7 +113,7 @@ def run_sweep(
     """
     sweep = read_sweep(files, overrides, search)
     if member is not None and member >= len(sweep.members):
-        raise UserError(f"--member is {member}, but the sweep has {len(sweep.members)} members, starting at 0")
+        raise UserError(f"--run-index is {member}, but the sweep has {len(sweep.members)} runs, counted from 0")
     array = _build_array_job(sweep, files, [*overrides, *(["--retry-failed"] if retry_failed else [])], search)
     if dry_run:
         if array is None:
@@ -180,7 +180,7 @@ def _build_array_job(
     return slurm.SlurmJob(
         name=sweep.output_folder.name,
         folder=sweep.output_folder,
-        command=("sweep", *folders, *map(str, files), *overrides, "--member=$SLURM_ARRAY_TASK_ID"),
+        command=("sweep", *folders, *map(str, files), *overrides, "--run-index=$SLURM_ARRAY_TASK_ID"),
         launch=launches[0],
         tasks=1,  # this task starts the processes of its training
         nodes=1,

@@ -72,7 +72,7 @@ class SweepMember:
     further_evaluations: Mapping[str, FurtherEvaluationOptions] = field(default_factory=dict)
     """Additional evaluations of this variant, by name."""
     layers: ConfigLayers = field(default_factory=lambda: ConfigLayers({}, {}), compare=False, repr=False)
-    """Source of each key, for messages."""
+    """Layers of the configuration, which know where each key was set."""
 
     @property
     def evaluations(self) -> dict[str | None, EvaluationOptions]:

@@ -327,7 +327,7 @@ def test_tasks_and_texts_cannot_be_mixed(place: Path, corpus: Path, pictures: li
         UserError, match="runs/text was trained on a text, runs/task on the task reverse_string; evaluate"
     ):
         analyzed(runs, "out")
-    with pytest.raises(UserError, match="--data applies to texts only, but the runs were trained on a task"):
+    with pytest.raises(UserError, match="data applies to texts only, but the runs were trained on a task"):
         analyzed(runs[:1], "out", data="x.txt")
     assert not (place / "out").exists()
     assert "runs/text" in analyzed(runs, "out", lengths=[8], only=["convergence"])

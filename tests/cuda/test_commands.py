@@ -80,7 +80,7 @@ def test_train_on_two_devices(place: Path) -> None:
 
 
 def test_evaluate(place: Path) -> None:
-    assert "Perplexity" in run_command(place, "evaluate run --lengths 128,512 --windows 2 -o scored")
+    assert "Perplexity" in run_command(place, "evaluate run --lengths 128,512 --num-windows 2 -o scored")
     assert (place / "scored/results.json").is_file()
 
 
@@ -95,7 +95,7 @@ def test_export_and_import(place: Path) -> None:
 
 
 def test_analyze(place: Path) -> None:
-    run_command(place, "analyze run --lengths 64,128 --windows 1 -o looked")
+    run_command(place, "analyze run --lengths 64,128 --num-windows 1 -o looked")
     assert (place / "looked/analysis.html").stat().st_size > 10_000
 
 

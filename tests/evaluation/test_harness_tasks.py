@@ -298,8 +298,8 @@ def test_unsupported_requests_are_reported_in_one_line(place: Path, run: Path, m
     )
     for tasks, options, message in (
         ("text", {}, r"unknown task 'text'; did you mean .*texts"),
-        ("texts", {"data": "x.txt"}, "--data applies to texts only, but --tasks is given"),
-        ("texts", {"protocol": "nonoverlapping"}, "--protocol applies to texts only"),
+        ("texts", {"data": "x.txt"}, "data applies to texts only, but --tasks is given"),
+        ("texts", {"protocol": "nonoverlapping"}, "protocol applies to texts only"),
         (
             "written",
             {"lengths": [8]},

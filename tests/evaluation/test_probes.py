@@ -166,9 +166,9 @@ def test_options_of_probes() -> None:
         ({"protocol": "passkey"}, "windows of 64 tokens are too short"),
         ({"protocol": "repeated", "targets": 40}, "windows of 64 tokens are too short"),
         ({"protocol": "repeated", "targets": [4, 8]}, "copies one number of tokens"),
-        ({"protocol": "repeated", "data": "x.txt"}, "--data applies to texts only"),
-        ({"protocol": "repeated", "measures": ["position"]}, "--measures applies to texts only"),
-        ({"protocol": "repeated", "attention_mask": "document"}, "--attention-mask applies to texts only"),
+        ({"protocol": "repeated", "data": "x.txt"}, "data applies to texts only"),
+        ({"protocol": "repeated", "measures": ["position"]}, "measures applies to texts only"),
+        ({"protocol": "repeated", "attention_mask": "document"}, "attention_mask applies to texts only"),
         ({"protocol": "passkey", "targets": 4}, "scores the key's digits"),
     ):
         with pytest.raises(UserError, match=message):

@@ -219,11 +219,11 @@ def test_positions_that_end() -> None:
     ("options", "why"),
     [
         ({"lengths": [7]}, "lengths: 7 is not valid for the task mqar: 8 pairs"),
-        ({"data": "book.txt"}, "--data applies to texts only, but the runs were trained on a task"),
-        ({"attention_mask": "document"}, "--attention-mask applies to texts only, but the runs were trained on a task"),
-        ({"protocol": "nonoverlapping"}, "--protocol applies to texts only"),
-        ({"targets": 3}, "--targets applies to texts only"),
-        ({"multiples": [0.3]}, "'0.3x' is not a length"),
+        ({"data": "book.txt"}, "data applies to texts only, but the runs were trained on a task"),
+        ({"attention_mask": "document"}, "attention_mask applies to texts only, but the runs were trained on a task"),
+        ({"protocol": "nonoverlapping"}, "protocol applies to texts only"),
+        ({"targets": 3}, "targets applies to texts only"),
+        ({"multiples": [0.3]}, "multiples: 0.3x is 19.2 tokens"),
     ],
 )
 def test_unsupported_task_options(options: dict, why: str) -> None:

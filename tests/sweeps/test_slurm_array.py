@@ -42,7 +42,7 @@ def test_each_run_is_a_task_and_the_same_command_reports(
     assert "scontrol requeue ${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" in script
     (line,) = re.findall(r"^srun .*deepy.py (sweep .*)$", script, re.MULTILINE)
     assert line == "sweep sweep.yml launcher=slurm num_gpus=1 slurm.cpus_per_task=2 'sweep.seeds=[3,4]' " + (
-        "--member=$SLURM_ARRAY_TASK_ID"
+        "--run-index=$SLURM_ARRAY_TASK_ID"
     )
 
     with monkeypatch.context() as task:
@@ -106,7 +106,7 @@ def test_invalid_tasks_are_rejected_before_the_queue(sbatch: None, trainer: Trai
 def test_invalid_job_arrays_are_rejected(place: Path) -> None:
     with pytest.raises(UserError, match="nodes is 2, but each run of a sweep uses one node"):
         run(*KEYS, "nodes=2")
-    with pytest.raises(UserError, match="--member is 4, but the sweep has 4 members, starting at 0"):
+    with pytest.raises(UserError, match="--run-index is 4, but the sweep has 4 runs, counted from 0"):
         sweeps.run_sweep(["sweep.yml"], KEYS, member=4)
     write(BASE.replace("{pos_emb: rotary}", "{pos_emb: rotary, slurm: {partition: big}}"))
     with pytest.raises(UserError, match="all variants of a sweep must have the same processes, devices and slurm keys"):

@@ -126,7 +126,7 @@ def find_records(sweep: Sweep, member: SweepMember) -> list[dict[str, Any]] | No
 
 def run_member(files: Sequence[str], index: int, seconds: float) -> str | None:
     """Train and evaluate one member within a time limit. Return the reason of a failure, or None."""
-    command = [sys.executable, str(ROOT / "deepy.py"), "sweep", *files, "--member", str(index)]
+    command = [sys.executable, str(ROOT / "deepy.py"), "sweep", *files, "--run-index", str(index)]
     child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         output, _ = child.communicate(timeout=seconds)

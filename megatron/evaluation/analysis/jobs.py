@@ -182,7 +182,7 @@ def _choose_lengths_and_inputs(
     if options.data is not None:
         raise UserError("--data: no requested analysis reads a text")
     if options.windows != AnalysisOptions.model_fields["windows"].default:
-        raise UserError("--windows: no requested analysis reads a text")
+        raise UserError("windows: no requested analysis reads a text")
     return lengths, None
 
 
