@@ -322,11 +322,10 @@ def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int 
         has_loop=True,
     )
     product = choose_product_tile(dim, DTYPES_BY_NAME[dtype_name])
-    # The second computes two products, and the shorter of both loops is counted for each.
-    for name, launches in (("multiply_transposed", 1), ("differentiate_scores", 2)):
+    for name, loops in (("multiply_transposed", 1), ("differentiate_scores", 2)):  # dV; dQ and dK
         yield PassKernel(
             _build_product_config(name, dim, dtype_name),
             product.block_m * product.block_n / heads,
             has_loop=True,
-            launches=launches,
+            loops=loops,
         )
