@@ -213,7 +213,7 @@ class _AttendWithGates(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         scaled, k, v, stats, output, residue, *of_gates, b2, sinks, document_starts = ctx.saved_tensors[:-4]
-        bias, fragments = GateBias(*of_gates, ctx.residual_bias), Fragments(*ctx.saved_tensors[-4:])
+        bias, fragments = GateBias(*of_gates, is_residual=ctx.residual_bias), Fragments(*ctx.saved_tensors[-4:])
         if dout.stride() != output.stride():
             dout = torch.empty_like(output).copy_(dout)
         problem = _describe_problem(scaled, bias.w1, *ctx.spans)
@@ -237,9 +237,14 @@ def _describe_shape(
     """Return the problem of calls of these sizes, without tables and weights, which `GateOperands` has."""
     nothing = torch.empty(0)
     return CdapeProblem(
-        *(nothing, nothing, PackedWeights(*(nothing,) * len(PackedWeights._fields))),
-        *(get_weight_shape(heads, width, taps, False), rows, offset, NO_WINDOW_INT32 if window is None else window),
-        dtype,
+        bias_contributions=nothing,
+        bias_table=nothing,
+        weights=PackedWeights(*(nothing,) * len(PackedWeights._fields)),
+        shape=get_weight_shape(heads, width, taps, False),
+        rows=rows,
+        offset=offset,
+        window=NO_WINDOW_INT32 if window is None else window,
+        dtype=dtype,
     )
 
 
