@@ -213,7 +213,11 @@ class _AttendWithGates(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         scaled, k, v, stats, output, residue, *of_gates, b2, sinks, document_starts = ctx.saved_tensors[:-4]
-        bias, fragments = GateBias(*of_gates, is_residual=ctx.residual_bias), Fragments(*ctx.saved_tensors[-4:])
+        row_bias, key_bias, w1, b1, w2 = of_gates
+        bias, fragments = (
+            GateBias(row_bias, key_bias, w1, b1, w2, ctx.residual_bias),
+            Fragments(*ctx.saved_tensors[-4:]),
+        )
         if dout.stride() != output.stride():
             dout = torch.empty_like(output).copy_(dout)
         problem = _describe_problem(scaled, bias.w1, *ctx.spans)
