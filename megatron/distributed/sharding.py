@@ -109,7 +109,7 @@ def all_gather(x: Tensor, dim: int, groups: ProcessGroups, dimension: Dimension,
         reduce_grad: True if each rank uses the whole tensor differently, so that the gradient is the sum over ranks.
             False if all ranks use it alike, and each already has the whole gradient.
     """
-    size = groups.mesh.get_axis(dimension).size
+    size: int = getattr(groups.mesh.sizes, dimension)
     if size == 1:
         return x
     order = list_chunk_owners(size) if dimension == "context" else tuple((rank, 0) for rank in range(size))

@@ -132,6 +132,8 @@ class PassKernel:
     has_loop: bool
     launches: int = 1
     """Number of launches per pass."""
+    loops: int = 1
+    """Number of products that different programs of the kernel compute, each with loops of its own."""
 
 
 FLOAT_ARGUMENTS = ("scale", "above", "largest")

@@ -131,7 +131,7 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
     tables = 4 * (shape.num_distances * table_entries + shape.num_rows * edge_entries)
     has_gate = "gate" in shape.encoding.facts.hooks
     outputs = 2 * shape.query_bytes if has_gate or has_cuda_kernels(shape) else 0
-    gates = _count_gate_bytes(shape) if has_gate else 0
+    gates = _count_gate_bytes(shape, chunk_rows) if has_gate else 0
     return AttentionMemory(
         saved_bytes=8 * batch * shape.num_rows * heads + tables + outputs,
         workspace_bytes=maps + sums + 2 * shape.query_bytes + gates,
@@ -143,16 +143,19 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
     )
 
 
-def _count_gate_bytes(shape: AttentionShape) -> int:
-    """Return the bytes of the terms that Conv1 computes from a gate's bias (`gate_terms.compute_gate_terms`).
+def _count_gate_bytes(shape: AttentionShape, chunk_rows: int) -> int:
+    """Return the bytes of Conv1's terms of a gate's bias (`gate_terms.GateOperands`) and of their gradients.
 
-    A row has 4p exceptions with the taps of all heads and the width; a column has its taps and the width.
+    They have 16 heads and widths in steps of 32, in float32. A row has its own term and 4p exceptions. Each block of 32
+    rows has sums for all columns, and weights have partial sums in float64 for each 32 tokens.
     """
     processor = shape.processor
     assert processor is not None
-    taps = processor.kernel_size * shape.num_heads + processor.width
-    exceptions = 4 * (processor.kernel_size // 2)
-    return 8 * shape.batch_size * taps * (shape.num_rows * exceptions + shape.num_columns)
+    size, channels = processor.kernel_size, 32 + 16
+    exceptions = 4 * (size // 2)
+    of_row = 4 * (2 * 32 * (1 + exceptions) + channels) + 8 * (16 + size * 16)
+    of_column = 4 * (2 + chunk_rows // 32) * channels + 8 * (16 + size * 16)
+    return shape.batch_size * (shape.num_rows * of_row + shape.num_columns * of_column)
 
 
 def has_cuda_kernels(shape: AttentionShape) -> bool:

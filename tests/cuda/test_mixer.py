@@ -226,3 +226,42 @@ def test_a_layer_launches_nine_operations() -> None:
     kernels_forward, forward, kernels_backward, backward = map(float, run_on_null_device("h200", LAUNCHES))
     assert (kernels_forward, forward, kernels_backward) == (2, 3, 6)
     assert 6 <= backward < 7  # what layers share grows a little with their number
+
+
+GATED_LAUNCHES = """
+import os
+import torch
+from megatron.kernels.bias.gate_sums import sum_gates
+from megatron.kernels.cdape_attention.args import CdapeArgs
+from megatron.kernels.cdape_attention.gated_op import attend_with_gates
+from megatron.rehearsal.null_device.recorder import read_counters
+
+HEADS, BATCH, LENGTH, WIDTH = 16, 32, 512, 32
+
+
+def draw(*sizes, dtype=torch.bfloat16):
+    return torch.randn(*sizes, device="cuda", dtype=dtype).requires_grad_()
+
+
+def count():
+    weights = draw(WIDTH, 2 * HEADS, 1, 3), draw(WIDTH), draw(HEADS, WIDTH, 1, 3), draw(HEADS)
+    q, k, v = (draw(BATCH, HEADS, LENGTH, 64) for _ in range(3))
+    gates = draw(LENGTH, BATCH, HEADS, dtype=torch.float32).permute(1, 2, 0)
+    before = read_counters()
+    row, key = sum_gates(gates, LENGTH)
+    output = attend_with_gates(CdapeArgs(q, k, v, None, *weights), row, key)
+    forward = read_counters()
+    torch.autograd.grad(output, (q, k, v, gates, *weights), torch.empty_like(output))
+    return (forward - before).all_launches, (read_counters() - forward).all_launches
+
+
+count()  # builds what later calls share
+print(*count(), flush=True)
+os._exit(0)  # autograd's threads may be in the way of an orderly end
+"""
+
+
+@pytest.mark.slow
+def test_a_layer_with_gates_launches_17_operations() -> None:
+    """Forward sums of gates, scaled queries, terms, logits, and products; backward ten kernels and two fills."""
+    assert run_on_null_device("h200", GATED_LAUNCHES) == ["5", "12"]

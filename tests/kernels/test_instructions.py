@@ -46,6 +46,40 @@ def test_the_shortest_loop_with_products_is_counted() -> None:
     assert _count(DISASSEMBLY, has_loop=False) == 8
 
 
+TWO_PRODUCTS = """
+.L_x_0:
+        /*0000*/                   FADD R2, R2, R3 ;
+.L_x_1:
+        /*0010*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
+        /*0020*/              @!P0 BRA `(.L_x_1) ;
+        /*0030*/               @P1 BRA `(.L_x_0) ;
+.L_x_2:
+        /*0040*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
+        /*0050*/                   FADD R2, R2, R3 ;
+        /*0060*/              @!P0 BRA `(.L_x_2) ;
+.L_x_3:
+        /*0070*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
+        /*0080*/                   FSEL R2, R2, R3, P2 ;
+        /*0090*/                   FSEL R2, R2, R3, P2 ;
+        /*00a0*/                   FSEL R2, R2, R3, P2 ;
+        /*00b0*/              @!P0 BRA `(.L_x_3) ;
+.L_x_4:
+        /*00c0*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
+        /*00d0*/                   FMUL R2, R2, R3 ;
+        /*00e0*/                   FMUL R2, R2, R3 ;
+        /*00f0*/              @!P0 BRA `(.L_x_4) ;
+        /*0100*/                   EXIT ;
+"""
+
+
+def test_a_loop_of_each_product_is_counted() -> None:
+    """The shortest of four innermost loops belongs to the first product, and the fourth to the second."""
+    found = [x.address for x in select_instructions(TWO_PRODUCTS, has_loop=True, num_loops=2)]
+    assert found == [0x10, 0x20, 0xC0, 0xD0, 0xE0, 0xF0]
+    with pytest.raises(ValueError, match="4 loops"):
+        select_instructions(TWO_PRODUCTS, has_loop=True, num_loops=3)
+
+
 EARLY_END = """
         /*0000*/               @P0 EXIT ;
         /*0010*/              @!P1 BRA `(.L_x_0) ;

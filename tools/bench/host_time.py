@@ -10,7 +10,7 @@ is the first of them, with real NCCL process groups. Time is CPU time of the pro
 exact counts of requests to the CUDA runtime, the driver, cuBLAS and NCCL, from the null device's library.
 
 `--compile-plain` compiles the plain GPT with torch.compile, as a user who wants its best would. `--layers` changes the
-number of layers: two runs give the cost of a layer and of the rest.
+number of layers: two runs give the cost of a layer and of the rest. docs/results/host_time_compiled.json has both.
 
 The flagship (2-7B cdape_kerple_log a100_8k on 64 ranks, with the kernels) is measured per micro-batch.
 """
@@ -283,11 +283,13 @@ def start_case(case: Case, folder: Path, card: str) -> list[dict[str, Any]]:
 
 
 def format_page(result: dict[str, Any]) -> str:
+    size = f", with {result['layers']} layers" if result.get("layers") else ""
     lines = [
         "# Host time of a training step",
         "",
-        f"A step of {BATCH} × {LENGTH} tokens per rank in bfloat16 on the null device. Kernels take no time there, "
-        "so the table shows the cost of Python and of launches.",
+        f"A step of {BATCH} × {LENGTH} tokens per rank in bfloat16 on the null device"
+        f"{size}. Kernels take no time there, so "
+        "the table shows the cost of Python and of launches.",
         "Plain is a GPT of the same shape in plain PyTorch (autocast, SDPA, fused AdamW, clipping"
         f"{', torch.compile' if result.get('compiles_plain') else ''}). Its steps "
         "alternate with those of each method in the same process.",
@@ -311,7 +313,9 @@ def format_page(result: dict[str, Any]) -> str:
             f"{plain['all_launches']:,} | {own['all_launches'] / plain['all_launches']:.2f} | {more} | "
             f"{own['triton']} | {own['synchronizations']} |"
         )
-    lines += ["", "Goals: " + "; ".join(f"{method}: {goal}" for method, goal in GOALS.items()) + ".", ""]
+    lines.append("")
+    if not result.get("compiles_plain"):
+        lines += ["Goals: " + "; ".join(f"{method}: {goal}" for method, goal in GOALS.items()) + ".", ""]
     for record in result["flagship"]:
         micro, step = record["per_micro_batch"], record["optimizer_step"]
         lines += [

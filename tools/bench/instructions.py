@@ -7,7 +7,8 @@ A streaming multiprocessor has four schedulers, each of which issues at most one
 that is bound by neither memory nor latency therefore takes at least (instructions × warps / 4) clocks for the scores
 that a program computes in them. A score is a pair of a row and a column, with all heads. For a kernel that loops over
 rows or columns, only the body of the most frequent loop is counted, without the code before and after it. If tiles at
-the edges have separate code, the code of the other tiles is counted, which are the majority in a long sequence.
+the edges have separate code, the code of the other tiles is counted, which are the majority in a long sequence. For a
+kernel whose programs compute several products, the loops of all are counted.
 
 Two other units are counted beside the issue of instructions, in the same clocks. The load/store unit passes 128 bytes
 per clock; equal addresses in a warp are counted separately, and bank conflicts are not counted. The tensor cores do
@@ -93,14 +94,18 @@ def parse_instructions(disassembly: str) -> list[Instruction]:
     return [Instruction(address, text, labels.get(branches.get(address, ""))) for address, text in found]
 
 
-def select_instructions(disassembly: str, *, has_loop: bool) -> list[Instruction]:
+def select_instructions(disassembly: str, *, has_loop: bool, num_loops: int = 1) -> list[Instruction]:
     """Return the instructions of the most frequent loop, or of a program without loops, without NOPs.
 
     That loop is the shortest one with matrix products: other loops contain it, or also mask the ends of a row. Among
     the paths through a program, the shortest of those with the most products is selected.
 
+    Args:
+        num_loops: number of loops to select. The innermost loops are divided evenly in the order of the code, and the
+            shortest of each share is selected.
+
     Raises:
-        ValueError: if there is no loop.
+        ValueError: if there is no loop, or if the loops cannot be divided evenly.
     """
     instructions = parse_instructions(disassembly)
     if not has_loop:
@@ -111,7 +116,18 @@ def select_instructions(disassembly: str, *, has_loop: bool) -> list[Instruction
     bodies = [body for body in bodies if any(x.is_product for x in body)]
     if not bodies:
         raise ValueError("there is no loop with matrix products in it")
-    return min(bodies, key=len)
+    if num_loops == 1:
+        return min(bodies, key=len)
+    spans = [(body[0].address, body[-1].address) for body in bodies]
+    inner = [
+        body
+        for body, (first, last) in sorted(zip(bodies, spans, strict=True), key=lambda pair: pair[1])
+        if not any((first, last) != own and first <= own[0] and own[1] <= last for own in spans)
+    ]
+    share, rest = divmod(len(inner), num_loops)
+    if rest or not share:
+        raise ValueError(f"{len(inner)} loops with matrix products cannot be divided among {num_loops} products")
+    return [x for i in range(num_loops) for x in min(inner[i * share : (i + 1) * share], key=len)]
 
 
 def _find_shortest_way(instructions: list[Instruction]) -> list[Instruction]:
@@ -208,7 +224,7 @@ class KernelCounts:
 def count_kernel(kernel: PassKernel, arch: int) -> KernelCounts:
     """Compile a kernel and count its instructions."""
     code = compile_kernel(kernel.config, arch)
-    chosen = select_instructions(disassemble(code), has_loop=kernel.has_loop)
+    chosen = select_instructions(disassemble(code), has_loop=kernel.has_loop, num_loops=kernel.loops)
     per_score = kernel.config.options["num_warps"] / kernel.scores
     return KernelCounts(
         clocks=len(chosen) * per_score / SCHEDULERS,

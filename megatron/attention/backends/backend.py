@@ -11,7 +11,7 @@ before the layers. This module does not import torch at run time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -189,6 +189,12 @@ MAX_KEYS_SAVED = 1024
 
 MIN_ROWS_SAVED = 128
 """Minimum number of rows per saved block without a processor. Smaller blocks are slower."""
+
+
+def get_gate_sum(backend: Any, default: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the backend's function for running sums of gates (`reference.sum_gates`), or `default` if it has none."""
+    found: Callable[..., Any] = getattr(backend, "sum_gates", default)
+    return found
 
 
 def reads_whole_table(backend: AttentionBackend) -> bool:

@@ -41,7 +41,7 @@ from megatron.attention.backends.fused_processor import (
     run_processor_kernel,
 )
 from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
-from megatron.attention.reference import compute_table, compute_visible_mask
+from megatron.attention.reference import compute_table, compute_visible_mask, sum_gates
 from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.position.base import ConvolutionParameters, FireParameters
 from megatron.position.encoding import Encoding, ScoreTerms
@@ -111,6 +111,15 @@ class TritonBackend:
         from megatron.kernels.biased_attention.tables import share_table
 
         return ScoreTerms(*(None if term is None else share_table(term) for term in table))
+
+    @staticmethod
+    def sum_gates(gates: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Compute the row and column terms of gates as `reference.sum_gates` does, on a GPU in one launch."""
+        if gates is None or not gates.is_cuda or gates.dtype != torch.float32:
+            return sum_gates(gates, num_rows)
+        from megatron.kernels.bias import gate_sums
+
+        return gate_sums.sum_gates(gates, num_rows)
 
     @staticmethod
     def compute_processor_terms(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, AttentionFormula, compute_document_masks
+from megatron.attention.backends.backend import AttentionBackend, AttentionFormula, compute_document_masks, get_gate_sum
 from megatron.attention.check.float64_reference import (
     PARAMETER_PREFIXES,
     ROWS_PER_RANGE,
@@ -166,8 +166,8 @@ class CheckProblem:
         """Heads whose scores are computed."""
         return self.heads if self.processor is None else ALL_HEADS
 
-    def build_inputs(self, segment: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
-        """Build a backend's inputs from the queries of a segment and all keys and values."""
+    def build_inputs(self, compute: Any, segment: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionInputs:
+        """Build the inputs of a backend from the queries of a segment and all keys and values."""
         query = self.segments[segment]
         document_starts = None
         if self.documents is not None:
@@ -175,7 +175,7 @@ class CheckProblem:
             document_starts = starts.to(device=self.device, dtype=torch.int32)
         gates = self._compute_gates(self.encoding, self._score_heads)
         own_gates = None if gates is None else gates[..., : query.stop]
-        row_bias, key_bias = sum_gates(own_gates, query.length)
+        row_bias, key_bias = get_gate_sum(compute, sum_gates)(own_gates, query.length)
         return AttentionInputs(
             q=q,
             row_bias=row_bias,
@@ -219,12 +219,12 @@ class CheckProblem:
     ) -> Tensor:
         """Compute the output of a segment's rows in one call, or document by document, like a layer of a model."""
         if self.documents is None:
-            return compute(self.build_inputs(segment, q, k, v))
+            return compute(self.build_inputs(compute, segment, q, k, v))
         tokens = self.segments[segment]
         if not self.documents.masked:
             gates = self._compute_gates(self.encoding, self._score_heads)
             return self._attend_by_document(compute, self.documents, tokens, q, k, v, gates)
-        inputs = self.build_inputs(segment, q, k, v)
+        inputs = self.build_inputs(compute, segment, q, k, v)
         return compute(replace(inputs, document_mask=self._get_document_mask(compute, inputs)))
 
     def _get_document_mask(self, compute: Any, inputs: AttentionInputs) -> Any:
@@ -258,7 +258,7 @@ class CheckProblem:
         """Compute the output of some rows of all sequences, each document separately, with changed inputs."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, segment: Segment) -> Tensor:
-            row_bias, key_bias = sum_gates(gates, segment.tokens.length)
+            row_bias, key_bias = get_gate_sum(compute, sum_gates)(gates, segment.tokens.length)
             inputs = AttentionInputs(
                 q=q,
                 k=k,

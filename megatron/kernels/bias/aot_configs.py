@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.kernels.bias import fire, toeplitz
+from megatron.kernels.bias import fire, gate_sums, toeplitz
 from megatron.kernels.bias.fire import _fire_bwd_kernel, _fire_fwd_kernel
+from megatron.kernels.bias.gate_sums import _gate_sums_bwd_kernel, _gate_sums_kernel
 from megatron.kernels.bias.toeplitz import _toeplitz_bwd_kernel, _toeplitz_fwd_kernel
 from megatron.kernels.compile import SPILL_BUDGET, KernelConfig, build_signature
 from megatron.kernels.runtime import Tile
@@ -38,6 +39,11 @@ def list_configurations() -> Iterator[KernelConfig]:
                 constants = fire.build_bwd_constants(fire.BWD_TILE, heads, width)
                 name = f"fire_bwd H={heads} W={width} {dtype_name}"
                 yield _build_config(name, _fire_bwd_kernel, dtype_name, fire.BWD_TILE, constants)
+    for kernel, float32 in ((_gate_sums_kernel, "gates_ptr"), (_gate_sums_bwd_kernel, "dgates_ptr")):
+        pointers = {x: "*fp32" if x == float32 else "*fp64" for x in kernel.arg_names if x.endswith("ptr")}
+        signature = {x: pointers.get(x, "i32") for x in kernel.arg_names if x != "BLOCK"}
+        name = kernel.__name__.strip("_").removesuffix("_kernel")
+        yield KernelConfig(name, kernel, signature, gate_sums.CONSTANTS, gate_sums.TILE.options)
     yield _build_config("toeplitz_bwd with factor fp32", _toeplitz_bwd_kernel, "fp32", bwd, bwd.blocks)
 
 

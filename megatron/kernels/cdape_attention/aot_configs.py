@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.kernels.cdape_attention import term_sums
+from megatron.kernels.cdape_attention import gate_terms, term_sums
 from megatron.kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from megatron.kernels.cdape_attention.configs import (
     build_attend_constants,
@@ -21,6 +21,11 @@ from megatron.kernels.cdape_attention.configs import (
     choose_product_tile,
 )
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
+from megatron.kernels.cdape_attention.gate_kernels import (
+    _gate_gradients_kernel,
+    _gate_operands_kernel,
+    _gate_weights_kernel,
+)
 from megatron.kernels.cdape_attention.products import _differentiate_scores_kernel, _multiply_transposed_kernel
 from megatron.kernels.cdape_attention.scores import _scores_kernel
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
@@ -178,6 +183,44 @@ def _build_sums_config(*, add: bool) -> KernelConfig:
     )
 
 
+GATE_POINTERS = {
+    **dict.fromkeys(("row_ptr", "key_ptr", "drow_ptr", "dkey_ptr", "partial_ptr"), "*fp64"),
+    **dict.fromkeys(("rows_ptr", "columns_ptr", "edge_ptr", "bias_ptr"), "*fp32"),
+    **dict.fromkeys(("drows_ptr", "dcolumns_ptr", "dedge_ptr", "weights_ptr"), "*fp32"),
+    **dict.fromkeys(("document_starts_ptr", "index_ptr"), "*i32"),
+    "exchanged_ptr": "*fp16",
+}
+"""Types of the pointers of kernels for gates; weights have the compute type."""
+
+
+def _build_gate_config(name: str, kernel_size: int = 3, *, documents: bool = False) -> KernelConfig:
+    """Build the configuration of a kernel for a bias of gates; without documents, chunks get existing fragments."""
+    kernel, constants, tile = {
+        "gate_operands": (
+            _gate_operands_kernel,
+            gate_terms.build_operand_constants(kernel_size, is_residual=True),
+            gate_terms.TERMS_TILE,
+        ),
+        "gate_gradients": (
+            _gate_gradients_kernel,
+            gate_terms.build_gradient_constants(kernel_size, is_residual=True),
+            gate_terms.TERMS_TILE,
+        ),
+        "gate_weights": (_gate_weights_kernel, gate_terms.WEIGHTS_CONSTANTS, gate_terms.WEIGHTS_TILE),
+    }[name]
+    names = kernel.arg_names
+    if name != "gate_weights":
+        constants = _add_document_starts(constants, documents)
+    if name == "gate_operands" and not documents:
+        constants = constants | dict.fromkeys(("w2_ptr", "index_ptr", "exchanged_ptr", "plain_ptr"))
+    signature = {x: GATE_POINTERS.get(x, "*bf16" if x.endswith("ptr") else "i32") for x in names if x not in constants}
+    suffix = " documents" if documents else ""
+    budget = 8 if name == "gate_gradients" and documents else SPILL_BUDGET  # sm_80, outside of products
+    return KernelConfig(
+        f"{name}{suffix} k={kernel_size}", kernel, signature, constants, tile.options, spill_budget=budget
+    )
+
+
 def list_configurations() -> Iterator[KernelConfig]:
     """Yield every kernel at every shape in bfloat16, at one shape in the other types, and at some with documents."""
     for heads, width, kernel_size in SHAPES:
@@ -219,6 +262,10 @@ def list_configurations() -> Iterator[KernelConfig]:
         yield _build_product_config(name, 64, "bf16", add=True)
     for add in (False, True):
         yield _build_sums_config(add=add)
+    for name in ("gate_operands", "gate_gradients"):
+        for kernel_size, documents in ((3, False), (3, True), (1, False)):
+            yield _build_gate_config(name, kernel_size, documents=documents)
+    yield _build_gate_config("gate_weights")
     yield _build_attend_config("attend_fwd", 64, "bf16", DECODE_ROWS)
     yield _build_head_tile_config("scores", 12, 64, "bf16", DECODE_ROWS)
     yield _build_head_tile_config("attend_bwd", 12, 64, "bf16", ROWS, odd=True)
@@ -275,11 +322,10 @@ def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int 
         has_loop=True,
     )
     product = choose_product_tile(dim, DTYPES_BY_NAME[dtype_name])
-    # The second computes two products, and the shorter of both loops is counted for each.
-    for name, launches in (("multiply_transposed", 1), ("differentiate_scores", 2)):
+    for name, loops in (("multiply_transposed", 1), ("differentiate_scores", 2)):  # dV; dQ and dK
         yield PassKernel(
             _build_product_config(name, dim, dtype_name),
             product.block_m * product.block_n / heads,
             has_loop=True,
-            launches=launches,
+            loops=loops,
         )

@@ -2,22 +2,43 @@
 
 From such a bias Conv1 computes a vector of the row plus a vector of the column, unless some taps are outside of the
 columns that the row sees. E has the values of these exceptions in 4p columns of each row: 2p around the first column
-that it sees, f (f − p … f + p − 1), and 2p around its last (i − p + 1 … i + p).
+that it sees, f (f − p … f + p − 1), and 2p around its last (i − p + 1 … i + p). `gate_kernels.py` computes the terms of
+a chunk, and the gradients of a call, with one launch each.
 
 B batch, H heads, R query rows, C key columns, D processor width, k kernel size, p = k//2. The kernels pad H to 16 and D
 to 32.
 """
 
 import ctypes
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
+from megatron.kernels.cdape_attention.gate_kernels import (
+    _gate_gradients_kernel,
+    _gate_operands_kernel,
+    _gate_weights_kernel,
+)
 from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH
-from megatron.kernels.cdape_attention.mixer_operands import BLOCK_ROWS, MAX_TILE_COLUMNS, list_tile_widths
+from megatron.kernels.cdape_attention.mixer_operands import (
+    BLOCK_ROWS,
+    MAX_TILE_COLUMNS,
+    Fragments,
+    build_fragment_index,
+    unpack_weights,
+)
+from megatron.kernels.cdape_attention.weights import WeightShape, list_packed_sources, unpack_gradients
+from megatron.kernels.runtime import Tile, cdiv, launch
+
+TERMS_TILE = Tile(32, 32, 4, 1)
+"""Tokens of a program that computes terms or their gradients."""
+WEIGHTS_TILE = Tile(32, 64, 4, 1)
+"""Partial sums and entries that a program of the weights' gradients loads at a time."""
+WEIGHTS_CONSTANTS = WEIGHTS_TILE.blocks
 
 
 class GateInputs(ctypes.Structure):
@@ -29,85 +50,21 @@ class GateInputs(ctypes.Structure):
     )
 
 
-class GateTerms(NamedTuple):
-    """Terms that Conv1 computes from the bias, in float64 because they are differences of sums over all tokens."""
+class GateBias(NamedTuple):
+    """Bias of a call, and the weights that read it."""
 
     rows: Tensor
-    """[B, R, D], including Conv1's constant."""
-    columns: Tensor
-    """[B, C + p, D]."""
-    edge: Tensor
-    """E, [B, R, 4p, D]: sums of row and column terms over the visible taps."""
-
-
-def compute_gate_terms(
-    row_bias: Tensor,
-    key_bias: Tensor,
-    bias_weight: Tensor,
-    constant: Tensor,
-    offset: int,
-    window: int | None,
-    document_starts: Tensor | None,
-) -> GateTerms:
-    """Compute the terms of a call in differentiable PyTorch.
-
-    Args:
-        row_bias: float64 [B, H, R].
-        key_bias: float64 [B, H, C].
-        bias_weight: bias half of Conv1, [D, H, k].
-        constant: Conv1's constant, [D].
-        offset: column of the first row.
-        window: maximum number of columns that a row sees, or None.
-        document_starts: first column of each row's document, int32 [B, R], or None.
-    """
-    width, heads, size = bias_weight.shape
-    padding, (batch, _, num_rows), columns = size // 2, row_bias.shape, key_bias.shape[2]
-    weight, constant, keys = bias_weight.double(), constant.double(), key_bias.mT
-    rows = row_bias.mT @ weight.sum(2).mT + constant
-    by_tap = weight.permute(2, 1, 0).reshape(size * heads, width)
-    neighbours = F.pad(keys, (0, 0, padding, 2 * padding)).unfold(1, size, 1)  # [B, C + p, H, k]
-    of_columns = neighbours.mT.reshape(batch, columns + padding, size * heads) @ by_tap
-    if not padding:
-        return GateTerms(rows, of_columns, rows[:, :, None][:, :, :0])  # differentiable, as with taps
-    taken, is_seen = _find_exceptions(num_rows, offset, padding, window, document_starts, keys.device)
-    # Select sequences by index: its gradients are summed in a fixed order, unlike those of `gather`.
-    sequences = torch.arange(batch, device=keys.device)[:, None, None, None]
-    bias = (keys[sequences, taken] + row_bias.mT[:, :, None, None]) * is_seen[..., None]  # [B, R, 4p, k, H]
-    edge = bias.reshape(batch, num_rows, 4 * padding, size * heads) @ by_tap + constant
-    return GateTerms(rows, of_columns, edge)
-
-
-def _find_exceptions(
-    num_rows: int, offset: int, padding: int, window: int | None, document_starts: Tensor | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return the columns that the taps of E read, [1 or B, R, 4p, k], and a mask of those that the row sees.
-
-    Hidden columns are replaced by any valid column.
-    """
-    if document_starts is None:
-        return _find_exceptions_of_one_document(num_rows, offset, padding, window, device)
-    return _locate_taps(document_starts[..., None].long(), offset, padding, window)
-
-
-@lru_cache(maxsize=64)
-def _find_exceptions_of_one_document(
-    num_rows: int, offset: int, padding: int, window: int | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):
-        return _locate_taps(torch.zeros(1, num_rows, 1, dtype=torch.int64, device=device), offset, padding, window)
-
-
-def _locate_taps(first: Tensor, offset: int, padding: int, window: int | None) -> tuple[Tensor, Tensor]:
-    device, num_rows = first.device, first.shape[1]
-    last = torch.arange(offset, offset + num_rows, device=device)[None, :, None]
-    if window is not None:
-        first = torch.maximum(first, last - window + 1)
-    begin = first + torch.arange(-padding, padding, device=device)
-    end = last + torch.arange(1 - padding, padding + 1, device=device)
-    places = torch.cat([begin, end.expand(len(first), -1, -1)], 2)
-    taken = places[..., None] + torch.arange(-padding, padding + 1, device=device)
-    is_seen = (taken >= first[..., None]) & (taken <= last[..., None])
-    return taken.clamp_(0, offset + num_rows - 1), is_seen
+    """Row terms, float64 or float32 [B, H, R]; the last dimension is contiguous."""
+    keys: Tensor
+    """Column terms, likewise [B, H, C]."""
+    w1: Tensor
+    """[D, 2H, 1, k], contiguous like the other weights."""
+    b1: Tensor
+    """[D]."""
+    w2: Tensor
+    """[H, D, 1, k]."""
+    is_residual: bool
+    """True if the bias is also added to the logits."""
 
 
 class GateOperands(NamedTuple):
@@ -117,9 +74,9 @@ class GateOperands(NamedTuple):
     """
 
     rows: Tensor
-    """[B, R, 32]."""
+    """[B, R, 32], without Conv1's constant."""
     columns: Tensor
-    """[B, front + C + back, 32]."""
+    """[B, front + C + back, 32], including Conv1's constant."""
     edge: Tensor
     """[B, R, 4p, 32]."""
     bias: Tensor
@@ -127,6 +84,8 @@ class GateOperands(NamedTuple):
 
     The softmax cancels a bias of the row, unless it has a sink (`compute_row_offsets`).
     """
+    fragments: Fragments
+    """Weights of the call, L = 1."""
 
     @property
     def inputs(self) -> GateInputs:
@@ -142,46 +101,58 @@ class GateOperands(NamedTuple):
 
 
 def build_gate_operands(
-    terms: GateTerms,
-    row_bias: Tensor,
-    key_bias: Tensor,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
-    *,
-    residual_bias: bool,
+    problem: CdapeProblem, bias: GateBias, chunk: Chunk, fragments: Fragments | None = None
 ) -> GateOperands:
-    """Build the operands of a chunk.
+    """Build the operands of a chunk in one launch.
 
     Args:
-        terms, row_bias, key_bias: as in `compute_gate_terms`.
-        rows: first row of the chunk, and the row after its last.
-        columns: first column of the chunk's maps, and the column after their last.
-        residual_bias: True if the bias is also added to the logits.
+        fragments: weights from another chunk of the call, or None to build them.
     """
-    (first, last), (left, right) = rows, columns
-    batch, _, width = terms.rows.shape
-    padding, inside = terms.edge.shape[2] // 4, slice(MAX_TILE_COLUMNS, MAX_TILE_COLUMNS + right - left)
-    origin = terms.rows[:, first : first + 1]
-    # PyTorch subtracts in float64 and rounds what it writes, in one operation.
-    of_rows = _allocate_operand(terms.rows, (batch, last - first, WIDTH), is_whole=width == WIDTH)
-    torch.sub(terms.rows[:, first:last], origin, out=of_rows[..., :width])
-    edge = _allocate_operand(terms.edge, (batch, last - first, 4 * padding, WIDTH), is_whole=width == WIDTH)
-    edge[..., :width] = terms.edge[:, first:last]
+    (batch, _, _), shape, like = bias.rows.shape, problem.shape, bias.rows
+    padding, taps = shape.padding, shape.kernel_size
     # A block's tiles may begin left of column 0, and may end after the column of its last row.
-    entries = right - left + BLOCK_ROWS + 2 * MAX_TILE_COLUMNS
-    of_columns = _allocate_operand(terms.columns, (batch, entries + padding, WIDTH))
-    seen = slice(inside.start, inside.stop + padding)
-    torch.add(terms.columns[:, left : right + padding], origin, out=of_columns[:, seen, :width])
-    bias = _allocate_operand(key_bias, (batch, HEADS, entries + -entries % 4))
-    if residual_bias:
-        of_heads = bias[:, : key_bias.shape[1], inside]
-        torch.add(key_bias[..., left:right], row_bias[..., first : first + 1], out=of_heads)
-    return GateOperands(of_rows, of_columns, edge, bias)
+    count = chunk.right - chunk.left + BLOCK_ROWS + 2 * MAX_TILE_COLUMNS
+    entries, bias_entries = count + padding, count + -count % 4
+    sizes = ((chunk.rows, WIDTH), (entries, WIDTH), (chunk.rows, 4 * padding, WIDTH), (HEADS, bias_entries))
+    rows, columns, edge, of_logits = (like.new_empty(batch, *size, dtype=torch.float32) for size in sizes)
+    index, exchanged, plain = None, None, None
+    if fragments is None:
+        index = _build_fragment_sources(shape, like.device)
+        exchanged = like.new_empty(1, len(index) // 2, dtype=torch.float16)
+        plain = like.new_empty(1, len(index) // 2, dtype=problem.dtype)
+        fragments = Fragments(*exchanged.chunk(2, 1), *plain.chunk(2, 1))
+    starts = problem.document_starts
+    tensors = (bias.rows, bias.keys, bias.w1, bias.b1, starts, rows, columns, edge, of_logits)
+    launch(
+        _gate_operands_kernel,
+        (cdiv(max(entries, bias_entries), TERMS_TILE.block_m), batch, 2 + 4 * padding + (index is not None)),
+        (
+            *tensors,
+            *((None,) * 4 if index is None else (bias.w2, index, exchanged, plain)),
+            *_get_strides(bias, starts),
+            *(shape.heads, shape.width, chunk.first, chunk.last, chunk.left, problem.offset, problem.window),
+            *(bias.keys.shape[2], entries, bias_entries, 0 if index is None else len(index), bias.w1.numel()),
+        ),
+        build_operand_constants(taps, is_residual=bias.is_residual),
+        TERMS_TILE.options,
+    )
+    return GateOperands(rows, columns, edge, of_logits, fragments)
 
 
-def _allocate_operand(like: Tensor, sizes: tuple[int, ...], *, is_whole: bool = False) -> Tensor:
-    """Allocate a float32 tensor, of zeros unless all of it will be written."""
-    return (like.new_empty if is_whole else like.new_zeros)(sizes, dtype=torch.float32)
+def _get_strides(bias: GateBias, document_starts: Tensor | None) -> tuple[int, ...]:
+    return *bias.rows.stride()[:2], *bias.keys.stride()[:2], 0 if document_starts is None else document_starts.stride(0)
+
+
+@cache
+def build_operand_constants(taps: int, *, is_residual: bool) -> dict[str, Any]:
+    """Return the constants of the kernel for operands."""
+    return {"K": taps, "FRONT": MAX_TILE_COLUMNS, "RESIDUAL": is_residual, "BLOCK": TERMS_TILE.block_m}
+
+
+@cache
+def build_gradient_constants(taps: int, *, is_residual: bool) -> dict[str, Any]:
+    """Return the constants of the kernel for gradients of terms."""
+    return {"K": taps, "RESIDUAL": is_residual, "BLOCK": TERMS_TILE.block_m}
 
 
 def compute_row_offsets(row_bias: Tensor, chunk_rows: int) -> Tensor:
@@ -189,26 +160,115 @@ def compute_row_offsets(row_bias: Tensor, chunk_rows: int) -> Tensor:
 
     They are relative to the first row of each chunk.
     """
+    row_bias = row_bias.double()
     origins = row_bias[..., ::chunk_rows].repeat_interleave(chunk_rows, 2)[..., : row_bias.shape[2]]
     return (row_bias - origins).float()
 
 
 class GateSums(NamedTuple):
-    """Sums of gradients over a row or a column, float32."""
+    """Gradients of the terms of a call, float32, summed by the CUDA kernels.
 
-    hidden: Tensor
-    """Sums of the gradients of hidden values, [B, R or C, D]."""
-    logits: Tensor
-    """Sums of the gradients of logits, [B, H, R or C]."""
+    The first 32 channels are gradients of hidden values, in the order of the kernels' n-tiles; the other 16 are those
+    of logits.
+    """
+
+    rows: Tensor
+    """Sums over each row's columns, [B, R, 48]."""
+    columns: Tensor
+    """Sums over each column's rows, [B, C, 48]. Hidden values are those of column c + p; those before are all in E."""
+    edge: Tensor
+    """Gradient of E, [B, R, 4p, 32]."""
+    weights: Tensor
+    """Gradients of the other weights, [1, n], see `mixer_operands.unpack_weights`."""
 
 
-def unpack_gate_sums(sums: Tensor, width: int, heads: int) -> GateSums:
-    """Return the gradients of hidden values and of logits among the kernels' sums [B, n, 48]."""
-    hidden = sums.index_select(2, _list_width_channels(sums.device))[..., :width]
-    return GateSums(hidden, sums[..., WIDTH : WIDTH + heads].mT)
+class GateGradients(NamedTuple):
+    """Gradients of the bias and the weights of a call, in the types of these."""
+
+    rows: Tensor
+    keys: Tensor
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    b2: Tensor
+    """Zero, because the kernels omit the constant."""
+
+
+def differentiate_gates(problem: CdapeProblem, bias: GateBias, b2: Tensor, sums: GateSums) -> GateGradients:
+    """Return the gradients of a call in two launches. Weights get partial sums first, added in a fixed order."""
+    (batch, heads, rows), columns, shape = bias.rows.shape, bias.keys.shape[2], problem.shape
+    taps, starts = shape.kernel_size, problem.document_starts
+    drow = torch.empty(batch, heads, rows, dtype=bias.rows.dtype, device=b2.device)
+    dkey = torch.empty(batch, heads, columns, dtype=bias.keys.dtype, device=b2.device)
+    grid = (cdiv(max(rows, columns), TERMS_TILE.block_m), batch, 2)
+    entries = taps * WIDTH * HEADS + WIDTH
+    partial = sums.rows.new_empty(grid[0] * batch * 2, entries, dtype=torch.float64)
+    launch(
+        _gate_gradients_kernel,
+        grid,
+        (
+            *(sums.rows, sums.columns, sums.edge, bias.rows, bias.keys, bias.w1, starts, drow, dkey, partial),
+            *_get_strides(bias, starts),
+            *(heads, shape.width, rows, problem.offset, problem.window, columns, entries),
+        ),
+        build_gradient_constants(taps, is_residual=bias.is_residual),
+        TERMS_TILE.options,
+    )
+    weights = tuple(torch.empty_like(x) for x in (bias.w1, bias.b1, bias.w2, b2))
+    ends = [bias.w1.numel()]
+    for x in weights[1:]:
+        ends.append(ends[-1] + x.numel())
+    launch(
+        _gate_weights_kernel,
+        (cdiv(ends[-1], WEIGHTS_TILE.block_n), 1, 1),
+        (
+            *(sums.weights, partial, _build_gradient_sources(shape, b2.device), *weights),
+            *(entries, sums.weights.shape[1], len(partial), *ends),
+        ),
+        WEIGHTS_CONSTANTS,
+        WEIGHTS_TILE.options,
+    )
+    return GateGradients(drow, dkey, *weights)
 
 
 @cache
-def _list_width_channels(device: torch.device) -> Tensor:
-    """Return the channel of each width in the kernels' sums."""
-    return torch.tensor(list_tile_widths()).argsort().to(device)
+def _build_fragment_sources(shape: WeightShape, device: torch.device) -> Tensor:
+    """Return the source of each entry of the fragments, int32.
+
+    Sources are entries of w1, the number of these plus an entry of w2, or −1 for padding.
+    """
+    with torch.inference_mode(False):
+        heads, width, taps = shape.heads, shape.width, shape.kernel_size
+        w1, w2 = list_packed_sources(shape)  # among the score half of w1, b1, w2 and b2
+        size = width * heads * taps
+        zero = 2 * size + width + heads
+        if missing := WIDTH - w1.shape[2]:
+            w1, w2 = F.pad(w1, (0, missing), value=zero), F.pad(w2, (0, 0, 0, missing), value=zero)
+        index = build_fragment_index(taps, HEADS, WIDTH, w1.device)
+        source = torch.cat([w1.flatten(), w2.flatten()])[index]
+        d, in_half = source // (heads * taps), source % (heads * taps)
+        of_w1 = d * (2 * heads * taps) + in_half
+        of_w2 = 2 * size + source - (size + width)
+        source = torch.where(source < size, of_w1, torch.where(source == zero, -1, of_w2))
+        return source.to(device, torch.int32)
+
+
+@cache
+def _build_gradient_sources(shape: WeightShape, device: torch.device) -> Tensor:
+    """Return the source of each entry of the gradients of w1, b1, w2 and b2, int32.
+
+    Sources are entries of the CUDA kernels' sums, the number of these plus an entry of the partial sums, or −1 for 0.
+    """
+    with torch.inference_mode(False):
+        heads, width, taps = shape.heads, shape.width, shape.kernel_size
+        count = 2 * taps * HEADS * WIDTH
+        # Numbers of entries pass through the functions that unpack a single layer's sums.
+        patches = unpack_weights(1.0 + torch.arange(count)[None], shape)
+        nothing = patches.new_zeros(1, 0), patches.new_zeros(1, width)
+        ((scores, _, w2, b2),) = unpack_gradients(shape, patches, *nothing, (torch.float32,) * 4)
+        d, head, tap = torch.meshgrid(*(torch.arange(n) for n in (width, heads, taps)), indexing="ij")
+        of_bias = count + (tap * WIDTH + d) * HEADS + head
+        w1 = torch.stack([scores[:, :, 0].long() - 1, of_bias], 1)
+        b1 = count + taps * WIDTH * HEADS + torch.arange(width)
+        sources = [w1.flatten(), b1, w2.long().flatten() - 1, b2.long() - 1]
+        return torch.cat(sources).to(device, torch.int32)

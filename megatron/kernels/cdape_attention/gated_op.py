@@ -7,7 +7,8 @@ B batch, H heads, R query rows, C key columns, d head dimension, D processor wid
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,11 @@ from megatron.kernels.cdape_attention.args import CdapeArgs, check_shapes
 from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem, Chunk, list_chunks
 from megatron.kernels.cdape_attention.configs import choose_chunk_rows
 from megatron.kernels.cdape_attention.gate_terms import (
+    GateBias,
     GateSums,
-    GateTerms,
     build_gate_operands,
-    compute_gate_terms,
     compute_row_offsets,
-    unpack_gate_sums,
+    differentiate_gates,
 )
 from megatron.kernels.cdape_attention.geometry import (
     ELEMENTS,
@@ -48,8 +48,9 @@ from megatron.kernels.cdape_attention.mixer_chunks import (
     differentiate_mixer_of_chunk,
     differentiate_softmax_of_chunk,
 )
-from megatron.kernels.cdape_attention.mixer_operands import MixerOperands, unpack_weights
-from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights, unpack_gradients
+from megatron.kernels.cdape_attention.mixer_operands import Fragments
+from megatron.kernels.cdape_attention.term_sums import add_sums
+from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from megatron.kernels.cuda.compile import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties, get_uncompiled_apply, launch_context
 
@@ -99,12 +100,7 @@ class GatedCall:
     """Inputs of a call that all its chunks share."""
 
     problem: CdapeProblem
-    terms: GateTerms
-    row_bias: Tensor
-    """float64 [B, H, R]."""
-    key_bias: Tensor
-    """float64 [B, H, C]."""
-    residual_bias: bool
+    bias: GateBias
     scale: float
     chunk_rows: int
 
@@ -116,9 +112,9 @@ class GatedCall:
 
     def find_sink_offsets(self) -> Tensor | None:
         """Return the row terms that the logits omit, float32 [B, H, R]; None if they have no effect."""
-        if self.problem.sinks is None or not self.residual_bias:
+        if self.problem.sinks is None or not self.bias.is_residual:
             return None
-        return compute_row_offsets(self.row_bias, self.chunk_rows)
+        return compute_row_offsets(self.bias.rows, self.chunk_rows)
 
     def choose_kernel(self, family: KernelFamily, like: Tensor) -> MixerKernel:
         form = KernelForm(self.problem.shape.kernel_size, like.shape[3], like.dtype, self.is_local, is_gated=True)
@@ -126,11 +122,10 @@ class GatedCall:
         assert kernel is not None  # guaranteed by `describe_unsupported_device`
         return kernel
 
-    def build_inputs(self, chunk: Chunk, scaled: Tensor, k: Tensor) -> logit_kernels.LogitInputs:
-        gates = build_gate_operands(
-            *(self.terms, self.row_bias, self.key_bias, (chunk.first, chunk.last), (chunk.left, chunk.right)),
-            residual_bias=self.residual_bias,
-        )
+    def build_inputs(
+        self, chunk: Chunk, scaled: Tensor, k: Tensor, fragments: Fragments | None
+    ) -> logit_kernels.LogitInputs:
+        gates = build_gate_operands(self.problem, self.bias, chunk, fragments)
         # The kernel is chosen for the whole call, so all chunks or none have spans.
         spans = mixer.ColumnSpans(self.problem.window, chunk.left, chunk.document_starts) if self.is_local else None
         return build_logit_inputs(self.problem, chunk, scaled, k, gates)._replace(spans=spans)
@@ -203,158 +198,132 @@ class _AttendWithGates(torch.autograd.Function):
     ) -> Tensor:
         scaled = torch.mul(q, scale, out=q.new_empty(q.shape))
         k, v = k.contiguous(), v.contiguous()
-        weights, biases = (w1, b1, w2, b2), (row_bias.double(), key_bias.double())
-        terms = _compute_terms(*biases, w1, b1, offset, window, document_starts)
-        problem = _describe_problem(scaled, weights, sinks, offset, window, document_starts)
-        call = GatedCall(problem, terms, *biases, residual_bias, scale, chunk)
+        row_bias, key_bias = _make_contiguous_rows(row_bias), _make_contiguous_rows(key_bias)
+        w1, b1, w2 = w1.contiguous(), b1.contiguous(), w2.contiguous()
+        problem = _describe_problem(scaled, w1, offset, window)
+        problem = replace(problem, document_starts=document_starts, sinks=sinks)
+        call = GatedCall(problem, GateBias(row_bias, key_bias, w1, b1, w2, residual_bias), scale, chunk)
         with launch_context(q):
-            output, stats, residue = _forward(call, scaled, k, v, needs_gradients=needs_gradients)
-        saved = (scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, sinks, document_starts)
-        ctx.save_for_backward(*saved)
-        ctx.spans, ctx.options = (offset, window), (residual_bias, scale, chunk)
-        # Packed weights and their fragments. Documents and sinks are saved tensors.
-        ctx.problem = replace(problem, document_starts=None, sinks=None)
+            (output, stats, residue), fragments = _forward(call, scaled, k, v, needs_gradients=needs_gradients)
+        saved = (scaled, k, v, stats, output, residue, row_bias, key_bias, w1, b1, w2, b2, sinks, document_starts)
+        ctx.save_for_backward(*saved, *fragments)
+        ctx.spans, ctx.options, ctx.residual_bias = (offset, window), (scale, chunk), residual_bias
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        scaled, k, v, stats, output, residue, row_bias, key_bias, *weights, sinks, document_starts = ctx.saved_tensors
-        (w1, b1, w2, b2), heads = weights, scaled.shape[1]
-        biases = row_bias.double(), key_bias.double()
+        scaled, k, v, stats, output, residue, *of_gates, b2, sinks, document_starts = ctx.saved_tensors[:-4]
+        row_bias, key_bias, w1, b1, w2 = of_gates
+        bias, fragments = (
+            GateBias(row_bias, key_bias, w1, b1, w2, ctx.residual_bias),
+            Fragments(*ctx.saved_tensors[-4:]),
+        )
         if dout.stride() != output.stride():
             dout = torch.empty_like(output).copy_(dout)
-        with torch.enable_grad():  # recompute the terms, to differentiate them
-            leaves = [x.detach().requires_grad_() for x in (*biases, w1, b1)]
-            row, key, weight, constant = leaves
-            offset, window = ctx.spans
-            terms = _compute_terms(row, key, weight, constant, offset, window, document_starts)
-        problem = replace(ctx.problem, document_starts=document_starts, sinks=sinks)
-        constants = GateTerms(*(x.detach() for x in terms))
-        call = GatedCall(problem, constants, *biases, *ctx.options)
+        problem = _describe_problem(scaled, bias.w1, *ctx.spans)
+        problem = replace(problem, document_starts=document_starts, sinks=sinks)
+        call = GatedCall(problem, bias, *ctx.options)
         with launch_context(scaled):
-            found = _backward(call, scaled, k, v, AttentionOutput(output, stats, residue), dout)
-        by_term = [x.double() for x in (found.rows.hidden, found.columns.hidden, found.edge)]
-        drow, dkey, dw1, db1 = torch.autograd.grad(terms, leaves, by_term, allow_unused=True, materialize_grads=True)
-        if call.residual_bias:
-            drow, dkey = drow + found.rows.logits, dkey + found.columns.logits
-        no_bias, no_constant = found.patches.new_empty(1, 0), found.patches.new_zeros(1, len(w1))
-        ((dscores_weight, _, dw2, db2),) = unpack_gradients(
-            call.problem.shape, found.patches, no_bias, no_constant, (w1.dtype, b1.dtype, w2.dtype, b2.dtype)
-        )
-        dw1[:, :heads] = dscores_weight
-        gradients = (drow.to(row_bias.dtype), dkey.to(key_bias.dtype), dw1, db1, dw2, db2, found.sinks)
-        return (found.q, found.k.view(k.shape).to(k.dtype), found.v.view(v.shape).to(v.dtype), *gradients, *(None,) * 7)
+            attended = AttentionOutput(output, stats, residue)
+            dq, dk, dv, sums, dsinks = _backward(call, scaled, k, v, attended, dout, fragments)
+            found = differentiate_gates(problem, bias, b2, sums)
+        return (dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), *found, dsinks, *(None,) * 7)
 
 
-def _compute_terms(
-    row_bias: Tensor,
-    key_bias: Tensor,
-    w1: Tensor,
-    b1: Tensor,
-    offset: int,
-    window: int | None,
-    document_starts: Tensor | None,
-) -> GateTerms:
-    return compute_gate_terms(row_bias, key_bias, w1[:, row_bias.shape[1] :, 0], b1, offset, window, document_starts)
+def _make_contiguous_rows(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _describe_problem(
-    scaled: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
-    sinks: Tensor | None,
-    offset: int,
-    window: int | None,
-    document_starts: Tensor | None,
+@lru_cache(maxsize=64)
+def _describe_shape(
+    heads: int, width: int, taps: int, rows: int, offset: int, window: int | None, dtype: torch.dtype
 ) -> CdapeProblem:
-    (w1, b1, w2, b2), (_, heads, rows, _) = weights, scaled.shape
-    shape = get_weight_shape(heads, w1.shape[0], w1.shape[3], False)
-    packed = pack_weights(shape, [(w1[:, :heads], b1, w2, b2)], scaled.dtype)
-    none = packed.b2.new_empty(1, 0, 0)  # instead of tables
+    """Return the problem of calls of these sizes, without tables and weights, which `GateOperands` has."""
+    nothing = torch.empty(0)
     return CdapeProblem(
-        *(none, packed.b2.new_empty(heads, 0), PackedWeights(*(x[0] for x in packed)), shape, rows, offset),
-        *(NO_WINDOW_INT32 if window is None else window, scaled.dtype, document_starts),
-        sinks=sinks,
-        uses_mixer=True,
-        operands=MixerOperands(none, none, none, packed, shape, offset + rows),
+        bias_contributions=nothing,
+        bias_table=nothing,
+        weights=PackedWeights(*(nothing,) * len(PackedWeights._fields)),
+        shape=get_weight_shape(heads, width, taps, False),
+        rows=rows,
+        offset=offset,
+        window=NO_WINDOW_INT32 if window is None else window,
+        dtype=dtype,
     )
 
 
-def _forward(call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool) -> AttentionOutput:
-    attended = allocate_output(scaled, needs_residue=needs_gradients)
+def _describe_problem(scaled: Tensor, w1: Tensor, offset: int, window: int | None) -> CdapeProblem:
+    _, heads, rows, _ = scaled.shape
+    return _describe_shape(heads, w1.shape[0], w1.shape[3], rows, offset, window, scaled.dtype)
+
+
+def _forward(
+    call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool
+) -> tuple[AttentionOutput, Fragments]:
+    attended, fragments = allocate_output(scaled, needs_residue=needs_gradients), None
     kernel, offsets = call.choose_kernel(logit_kernels.LOGIT_KERNELS, k), call.find_sink_offsets()
 
-    def attend(chunk: Chunk) -> None:
+    def attend(chunk: Chunk, fragments: Fragments | None) -> Fragments:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
-        logits = logit_kernels.compute_logits(call.build_inputs(chunk, scaled, k), kernel, launch_kernel)
+        inputs = call.build_inputs(chunk, scaled, k, fragments)
+        logits = logit_kernels.compute_logits(inputs, kernel, launch_kernel)
         average_values(call.problem, chunk, logits, v, attended, offsets)
+        assert inputs.gates is not None
+        return inputs.gates.fragments
 
     for chunk in list_chunks(call.problem, call.chunk_rows):
-        attend(chunk)
-    return attended
-
-
-class GateGradients(NamedTuple):
-    """Gradients of a call."""
-
-    q: Tensor
-    k: Tensor
-    """[B·H, C, d]; of k's type with one chunk, otherwise float32."""
-    v: Tensor
-    rows: GateSums
-    """Sums over each row's columns."""
-    columns: GateSums
-    """Sums over each column's rows; those of hidden values have p more columns."""
-    edge: Tensor
-    """Gradient of E, [B, R, 4p, D]."""
-    patches: Tensor
-    """Gradients of both weights, [1, 2, KC, DP]."""
-    sinks: Tensor | None
-    """[H], or None without sinks."""
+        fragments = attend(chunk, fragments)
+    assert fragments is not None
+    return attended, fragments
 
 
 def _backward(
-    call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, attended: AttentionOutput, dout: Tensor
-) -> GateGradients:
-    """Return all gradients. The last chunk comes first, so that the others reuse its memory."""
+    call: GatedCall,
+    scaled: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attended: AttentionOutput,
+    dout: Tensor,
+    fragments: Fragments,
+) -> tuple[Tensor, Tensor, Tensor, GateSums, Tensor | None]:
+    """Return the gradients of q, k [B·H, C, d], v, the terms of gates, and the sinks.
+
+    The last chunk comes first, so that the others reuse its memory.
+    """
     problem = call.problem
-    (batch, heads, rows, _), shape = scaled.shape, problem.shape
+    batch, _, rows, _ = scaled.shape
     columns = problem.offset + rows
     chunks = list_chunks(problem, call.chunk_rows)[::-1]
     is_only = len(chunks) == 1
+    is_whole = is_only and chunks[0].left == 0
     dk, dv = allocate_key_gradients(chunks, k)
     dq, means = torch.empty_like(scaled), torch.empty_like(attended.stats[0])
-    drows = means.new_empty(batch, rows, WIDTH + HEADS)
-    dcolumns = means.new_zeros(batch, columns, WIDTH + HEADS)
-    dedge = means.new_empty(batch, rows, call.terms.edge.shape[2], WIDTH)
-    dweights: Tensor | None = None
+    allocate = means.new_empty if is_whole else means.new_zeros
+    sums = GateSums(
+        means.new_empty(batch, rows, WIDTH + HEADS),
+        allocate(batch, columns, WIDTH + HEADS),
+        means.new_zeros(batch, rows, 4 * problem.padding, WIDTH),
+        allocate(1, 2 * fragments.w1.shape[1]),
+    )
     to_logits, to_scores, to_weights = (call.choose_kernel(family, k) for family in BACKWARD_KERNELS)
 
     def differentiate(chunk: Chunk) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
-        nonlocal dweights
-        inputs = call.build_inputs(chunk, scaled, k)
+        inputs = call.build_inputs(chunk, scaled, k, fragments)
         maps = differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, to_logits)
         multiply_transposed(problem, chunk, maps.probabilities, dout, dv, is_only=is_only)
-        found = differentiate_mixer_of_chunk(inputs, maps, (to_scores, to_weights))
+        of_rows = mixer.RowGradients(*(x[:, chunk.first : chunk.last] for x in (sums.rows, sums.edge)))
+        found = differentiate_mixer_of_chunk(inputs, maps, (to_scores, to_weights), of_rows=of_rows)
         dscores = maps.probabilities  # dS is written over P
         differentiate_scores(problem, chunk, dscores, (scaled, k), (dq, dk), call.scale, is_only=is_only)
-        assert found.rows is not None
-        drows[:, chunk.first : chunk.last] = found.rows
-        dedge[:, chunk.first : chunk.last] = found.edge
-        dcolumns[:, chunk.left : chunk.right] += found.tables.unflatten(0, (batch, -1)).sum(1)
-        own = found.weights.sum(0)
-        dweights = own if dweights is None else dweights.add_(own)
+        # The partial sums of a sequence's blocks, as rows that contain all columns.
+        by_block = found.tables.view(batch, -1, (chunk.right - chunk.left) * (WIDTH + HEADS)).transpose(0, 1)
+        of_columns = sums.columns[:, chunk.left : chunk.right].flatten(1)
+        add_sums([(of_columns, by_block), (sums.weights, found.weights)], is_first=is_whole)
 
     for chunk in chunks:
         differentiate(chunk)
-    assert dweights is not None
-    by_column = unpack_gate_sums(dcolumns, shape.width, heads)
-    # The hidden values of columns before p are all in E.
-    hidden = torch.nn.functional.pad(by_column.hidden, (0, 0, problem.padding, 0))
     dsinks = None
     if problem.sinks is not None:
         dsinks = differentiate_sinks(problem.sinks, attended.stats, means, call.find_sink_offsets())
-    return GateGradients(
-        *(dq, dk, dv, unpack_gate_sums(drows, shape.width, heads), by_column._replace(hidden=hidden)),
-        *(dedge[..., : shape.width], unpack_weights(dweights, shape), dsinks),
-    )
+    return dq, dk, dv, sums, dsinks

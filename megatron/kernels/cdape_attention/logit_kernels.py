@@ -70,7 +70,8 @@ class LogitInputs(NamedTuple):
     """Scaled queries [B, H, R, d]: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
     """Keys [B, H, C or more, d] with contiguous last dimensions; C is the position after the chunk's last row."""
-    operands: MixerOperands
+    operands: MixerOperands | None
+    """None with gates."""
     layer: int
     """Index of the layer in the operands."""
     first_row: int
@@ -79,7 +80,7 @@ class LogitInputs(NamedTuple):
     """Column of the chunk's first row; its position if the maps begin at position 0."""
     spans: ColumnSpans | None = None
     gates: GateOperands | None = None
-    """Bias of gates, which replaces the tables and E of the operands."""
+    """Operands with a bias of gates, or None."""
 
 
 def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> Tensor:
@@ -105,22 +106,22 @@ def build_logit_args(inputs: LogitInputs, bias_copies: int = 1) -> LogitArgs:
         bias_copies: number of copies of the bias that the kernel reads, counted from the last.
     """
     operands, layer, position = inputs.operands, inputs.layer, inputs.position
-    fragments = operands.fragments
     scores = build_score_inputs(inputs.queries, inputs.keys, position + inputs.queries.shape[2], position, inputs.spans)
-    weights = [find_pointer(x, layer) for x in (fragments.w1, fragments.w2)]
     if inputs.gates is not None:
         gates = inputs.gates
+        weights = gates.fragments.w1.data_ptr(), gates.fragments.w2.data_ptr()
         return LogitArgs(
             *(scores, None, gates.edge.data_ptr(), *weights, gates.bias_pointer),
             *(0, 0, gates.bias.shape[-1], gates.inputs),
         )
+    assert operands is not None
     tables, edge = operands.find_logit_tables(position), operands.wide_edge
     unread = (tables.bias.shape[1] - bias_copies) * tables.bias.stride(1) * tables.bias.element_size()
     return LogitArgs(
         scores,
         find_pointer(tables.table, layer),
         find_pointer(edge, layer) + inputs.first_row * edge.stride(1) * edge.element_size(),
-        *weights,
+        *(find_pointer(x, layer) for x in (operands.fragments.w1, operands.fragments.w2)),
         find_pointer(tables.bias, layer) + unread,
         *(tables.group, tables.bias_front, tables.bias.shape[-1]),
     )

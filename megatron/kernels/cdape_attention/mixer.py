@@ -34,6 +34,7 @@ from megatron.kernels.cdape_attention.mixer_operands import (
     BLOCK_ROWS,
     MAX_TILE_COLUMNS,
     TABLE_FRONT,
+    Fragments,
     MixerOperands,
     find_pointer,
 )
@@ -120,7 +121,8 @@ class MixerInputs(NamedTuple):
     """Keys [B, H, C or more, d] with contiguous last dimensions."""
     dlogits: Tensor
     """[B, R, 8, C, 2], heads in pairs; undefined in columns that a row does not see."""
-    operands: MixerOperands
+    operands: MixerOperands | None
+    """None with gates."""
     layer: int
     """Index of the layer in the operands."""
     first_row: int
@@ -129,7 +131,16 @@ class MixerInputs(NamedTuple):
     """Column of the chunk's first row; its position if the maps begin at position 0."""
     spans: ColumnSpans | None = None
     gates: GateOperands | None = None
-    """Bias of gates, which replaces the tables and E of the operands."""
+    """Operands with a bias of gates, or None."""
+
+
+class RowGradients(NamedTuple):
+    """Gradients of a chunk's rows with gates, in float32, to which the kernels write."""
+
+    sums: Tensor
+    """Gradients of hidden values and logits by row, [B, R, 48] (`gate_terms.GateSums`)."""
+    edge: Tensor
+    """Gradient of E, [B, R, 4p, 32], initially 0."""
 
 
 class MixerGradients(NamedTuple):
@@ -141,11 +152,9 @@ class MixerGradients(NamedTuple):
     With gates, these are gradients of hidden values from column p on and of logits, by column.
     """
     edge: Tensor
-    """Gradient of E, [B, R, p, 32]; [B, R, 4p, 32] with gates."""
+    """Gradient of E, [B, R, p, 32]; with gates that of `RowGradients`."""
     weights: Tensor
     """Gradients of both weights, [programs, 1, 2 · k · 512], see `unpack_weights`."""
-    rows: Tensor | None = None
-    """Gradients of hidden values and logits by row, [B, R, 48] (`gate_terms.unpack_gate_sums`); None without gates."""
 
 
 def is_enabled() -> bool:
@@ -251,6 +260,7 @@ def differentiate_mixer(
     kernels: Sequence[MixerKernel],
     launch: Launch,
     shared: SharedTables | None = None,
+    of_rows: RowGradients | None = None,
 ) -> MixerGradients:
     """Run both kernels for a chunk.
 
@@ -259,9 +269,10 @@ def differentiate_mixer(
         dscores: [B, H, R, C], written in columns that a row sees; the rest of the diagonal tiles is set to zero.
         launch: runs a kernel on a grid of (blocks, sequences), on a GPU or in a test's emulator.
         shared: tables shared by calls with the same documents, or None.
+        of_rows: gradients to write with gates, otherwise None.
     """
-    operands, layer = inputs.operands, inputs.layer
-    fragments, gates, padding = operands.fragments, inputs.gates, operands.shape.padding
+    layer, gates, form = inputs.layer, inputs.gates, kernels[1].form
+    padding, fragments = form.padding, _get_fragments(inputs)
     batch, rows, _, columns, _ = inputs.dlogits.shape
     to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
     before = 0 if inputs.spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
@@ -270,10 +281,12 @@ def differentiate_mixer(
     key = (*to_scores, rows, inputs.position, *((0, 0) if inputs.spans is None else inputs.spans[:2]))
     table_rows = num_rows if gates is None else columns
     dtables = (shared or SharedTables()).get_or_create(key, prod(to_scores), table_rows, WIDTH + HEADS, **float32)
-    # Rows may not see the start of their document, and may see no column of E twice.
-    new_edge = torch.empty if inputs.spans is None and gates is None else torch.zeros
-    dedge = new_edge(batch, rows, padding if gates is None else gates.edge.shape[2], WIDTH, **float32)
-    drows = None if gates is None else torch.empty(batch, rows, WIDTH + HEADS, **float32)
+    if of_rows is None:
+        # Rows may not see the start of their document.
+        new_edge = torch.empty if inputs.spans is None else torch.zeros
+        dedge, drows = new_edge(batch, rows, padding, WIDTH, **float32), None
+    else:
+        drows, dedge = of_rows
     dweights = torch.empty(prod(to_weights), 1, 2 * fragments.w1.shape[1], **float32)
     args = MixerBackwardArgs(
         build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
@@ -285,14 +298,22 @@ def differentiate_mixer(
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
         *(() if gates is None or drows is None else (gates.inputs, drows.data_ptr(), drows.stride(0) * 4)),
     )
-    slices = kernels[1].form.slices
-    for kernel, (blocks, sequences) in zip(kernels, (to_scores, (to_weights[0], batch * slices)), strict=True):
+    grids = to_scores, (to_weights[0], batch * form.slices)
+    for kernel, (blocks, sequences) in zip(kernels, grids, strict=True):
         launch(kernel.code, (blocks, sequences), args)
-    return MixerGradients(dtables, dedge, dweights, drows)
+    return MixerGradients(dtables, dedge, dweights)
+
+
+def _get_fragments(inputs: MixerInputs) -> Fragments:
+    if inputs.gates is not None:
+        return inputs.gates.fragments
+    assert inputs.operands is not None
+    return inputs.operands.fragments
 
 
 def _find_tables(inputs: MixerInputs) -> tuple[int, int]:
     """Return the addresses of the layer's U, and of the chunk's first row of E."""
+    assert inputs.operands is not None
     edge = inputs.operands.wide_edge
     row = inputs.first_row * edge.stride(1) * edge.element_size()
     return find_pointer(inputs.operands.entries, inputs.layer), find_pointer(edge, inputs.layer) + row

@@ -71,9 +71,8 @@ def build_logit_inputs(
     """Build the inputs from which the CUDA kernels compute a chunk's logits.
 
     Args:
-        gates: bias of gates, which replaces the problem's tables, or None.
+        gates: operands with a bias of gates, or None for those of the problem.
     """
-    assert problem.operands is not None
     return logit_kernels.LogitInputs(
         queries=chunk.slice_rows(scaled),
         keys=chunk.slice_columns(k),
@@ -118,14 +117,15 @@ def differentiate_mixer_of_chunk(
     maps: logit_kernels.LogitGradients,
     kernels: Sequence[MixerKernel],
     shared: mixer.SharedTables | None = None,
+    of_rows: mixer.RowGradients | None = None,
 ) -> mixer.MixerGradients:
     """Write visible dS over P, and return the chunk's gradients of tables and weights.
 
     Args:
-        kernels, shared: as for `mixer.differentiate_mixer`.
+        kernels, shared, of_rows: as for `mixer.differentiate_mixer`.
     """
     of_mixer = mixer.MixerInputs(dlogits=maps.dlogits, **inputs._asdict())
-    return mixer.differentiate_mixer(of_mixer, maps.probabilities, kernels, launch_kernel, shared)
+    return mixer.differentiate_mixer(of_mixer, maps.probabilities, kernels, launch_kernel, shared, of_rows)
 
 
 def differentiate_mixer_of_layer(
@@ -144,6 +144,6 @@ def differentiate_mixer_of_layer(
     # Chunks of a call write different entries, and so may calls with documents.
     is_alike = chunk.rows == problem.rows and chunk.document_starts is None
     shared = sums.mixer.shared if is_alike else None
-    tables, edge, weights, _ = differentiate_mixer_of_chunk(inputs, maps, kernels, shared)
+    tables, edge, weights = differentiate_mixer_of_chunk(inputs, maps, kernels, shared)
     pairs = [(sums.mixer.tables, tables), (sums.mixer.weights, weights)]
     add_sums([*pairs, *pair_edges(product, chunk, edge, sums)], is_first=is_first)

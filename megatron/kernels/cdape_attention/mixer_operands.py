@@ -117,7 +117,7 @@ def build_fragments(w1: Tensor, w2: Tensor, padded_width: int) -> Fragments:
     if missing := padded_width - w1.shape[3]:
         w1, w2 = F.pad(w1, (0, missing)), F.pad(w2, (0, 0, 0, missing))
     joined = torch.cat([w1.flatten(1), w2.flatten(1)], 1)
-    gathered = joined.index_select(1, _build_fragment_index(w1.shape[1], w1.shape[2], padded_width, w1.device))
+    gathered = joined.index_select(1, build_fragment_index(w1.shape[1], w1.shape[2], padded_width, w1.device))
     exchanged, plain = gathered.chunk(2, 1)
     return Fragments(*_exchange(exchanged).chunk(2, 1), *plain.chunk(2, 1))
 
@@ -246,7 +246,7 @@ def _list_head_columns(device: torch.device) -> Tensor:
 
 
 @cache
-def _build_fragment_index(taps: int, heads: int, width: int, device: torch.device) -> Tensor:
+def build_fragment_index(taps: int, heads: int, width: int, device: torch.device) -> Tensor:
     """Return the index of all `Fragments` into W1 [k, H, D], followed by W2 [k, D, H]."""
     groups = heads // HEADS
     slice_width = WIDTH // groups

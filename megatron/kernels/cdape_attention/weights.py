@@ -190,6 +190,15 @@ def _build_index(shape: WeightShape, device: torch.device) -> _Index:
         return _Index(torch.cat(halves).to(device), sizes, gradients.flatten().to(device))
 
 
+def list_packed_sources(shape: WeightShape) -> tuple[Tensor, Tensor]:
+    """Return the source of each entry of `PackedWeights.w1` and `w2`, [k, HP, DP] and [k, DP, HP] on the CPU.
+
+    Sources are entries of the flat w1, b1, w2 and b2; padding has the number of all these entries.
+    """
+    w1, w2, *_ = _split(_build_index(shape, torch.device("cpu")).packed[None], shape.packed)
+    return w1[0], w2[0]
+
+
 def _flatten(pieces: list[Tensor]) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
