@@ -171,9 +171,9 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
         and shape.rotated_dim % 16 == 0
         and shape.rotated_dim <= 128
         and shape.num_heads <= 16
-        and processor.width <= 32
-        and (shape.num_heads > 8 or processor.width > 16)
-        and processor.kernel_size <= 5
+        and processor.width <= 64
+        and (shape.num_heads > 8 or 16 < processor.width <= 32)
+        and processor.kernel_size <= (7 if processor.width <= 32 else 5)
         and shape.num_columns % 8 == 0
     )
 
@@ -182,7 +182,7 @@ def supports_gates(shape: AttentionShape) -> bool:
     """Return True if kernels/cdape_attention supports the shape with gates, like `gated_op.describe_unsupported`."""
     processor = shape.processor
     padded = replace(shape, num_heads=max(shape.num_heads, 16))  # fewer heads are padded
-    return processor is not None and processor.kernel_size <= 3 and has_cuda_kernels(padded)
+    return processor is not None and processor.width <= 32 and has_cuda_kernels(padded)
 
 
 def estimate_kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:

@@ -16,7 +16,11 @@ from megatron.kernels.cdape_attention.mixer import SCORE_GRADIENT_KERNELS, VARIA
 from megatron.kernels.cuda.compile import compile_kernel
 
 MAX_STACK_BYTES = 512
-"""Stack of a thread for values that 255 registers do not hold."""
+"""Stack of a thread for values that 255 registers do not hold, for up to five taps and widths to 32."""
+MAX_LARGE_STACK_BYTES = 704
+"""Stack with seven taps or widths above 32."""
+MAX_GATED_STACK_BYTES = 896
+"""Stack with gates and more than three taps, whose sums are kept during a block."""
 PROGRAM = """
 import os
 import torch
@@ -84,7 +88,7 @@ documents = torch.arange(96, device="cuda").repeat(2, 1).div(40, rounding_mode="
 print(run(16, 96), run(12, 128, sinks=draw(12)), run(17, 96), run(16, 97), flush=True)
 print(run(16, 96, window=48), run(16, 96, document_starts=documents), run(16, 96, window=96), flush=True)
 print(run(16, 96, 96, torch.float16), run(16, 96, 128), run(16, 96, 72), flush=True)
-print(run(16, 96, size=1), run(16, 96, size=5), run(16, 96, width=64), run(32, 96, width=64), flush=True)
+print(run(16, 96, size=1), run(16, 96, 128, size=7), run(16, 96, width=64), run(32, 96, width=64), flush=True)
 os.environ["FARFIELD_CUDA_MIXER"] = "0"
 print(run(16, 96))
 del os.environ["FARFIELD_CUDA_MIXER"]
@@ -118,6 +122,9 @@ FAMILIES = [
         KernelForm(1, 64, torch.bfloat16),
         KernelForm(1, 64, torch.bfloat16, is_gated=True),
         KernelForm(5, 64, torch.bfloat16),
+        KernelForm(5, 64, torch.bfloat16, is_gated=True),
+        KernelForm(7, 64, torch.bfloat16),
+        KernelForm(3, 64, torch.bfloat16, width=64),
     ],
 )
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -126,11 +133,8 @@ def test_kernels_compile_with_few_spills(family: KernelFamily, form: KernelForm,
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("sizes", [(3, 16, 64), (3, 32, 32)])
-def test_kernels_of_logits_compile_with_few_spills(sizes: tuple[int, int, int], arch: int, tmp_path: Path) -> None:
-    kernel_size, heads, width = sizes
-    form = KernelForm(kernel_size, 64, torch.bfloat16, heads=heads, width=width)
-    check_kernel(logit_kernels.LOGIT_KERNELS, form, arch, tmp_path)
+def test_kernels_of_logits_compile_with_few_spills(arch: int, tmp_path: Path) -> None:
+    check_kernel(logit_kernels.LOGIT_KERNELS, KernelForm(3, 64, torch.bfloat16, heads=32), arch, tmp_path)
 
 
 def check_kernel(family: KernelFamily, form: KernelForm, arch: int, tmp_path: Path) -> None:
@@ -145,7 +149,13 @@ def check_kernel(family: KernelFamily, form: KernelForm, arch: int, tmp_path: Pa
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
     assert int(found[1]) <= 255
-    assert int(found[2]) <= MAX_STACK_BYTES + 96 * (form.is_local and form.is_gated)
+    if form.is_gated and form.kernel_size > 3:
+        budget = MAX_GATED_STACK_BYTES
+    elif form.kernel_size > 5 or form.width > 32:
+        budget = MAX_LARGE_STACK_BYTES
+    else:
+        budget = MAX_STACK_BYTES + 96 * (form.is_local and form.is_gated)
+    assert int(found[2]) <= budget
 
 
 FORWARD, BACKWARD = "Forward", "LogitGradient,Backward,Backward"
@@ -155,14 +165,14 @@ FORWARD, BACKWARD = "Forward", "LogitGradient,Backward,Backward"
 def test_the_operator_launches_them_where_they_fit(gpu: str) -> None:
     two_chunks, one_chunk = f"{FORWARD},{FORWARD},{BACKWARD},{BACKWARD}", f"{FORWARD},{BACKWARD}"
     printed = run_on_null_device(gpu, PROGRAM)
-    # Logits alone with 17 heads or a wide processor; none with two of these or odd columns in a chunk, with
-    # heads of 72, where the environment forbids them, or where blocks are too few for the device. Stars are kernels for
+    # Logits alone with 17 heads; none with 32 heads and a wide processor or odd columns in a chunk, with heads of 72,
+    # where the environment forbids them, or where blocks are too few for the device. Stars are kernels for
     # windows and documents, which a chunk does not need whose rows see all columns.
     stars = [re.sub(r"(\w+)", r"\1*", text) for text in (FORWARD, BACKWARD)]
     documents = f"{stars[0]},{stars[0]},{stars[1]},{stars[1]}"
     logits = ",".join([FORWARD] * 4)
     expected = [two_chunks, two_chunks, logits, one_chunk, documents, documents, two_chunks]
-    expected += [two_chunks, two_chunks, "none", two_chunks, two_chunks, logits, "none", "none", "none"]
+    expected += [two_chunks, two_chunks, "none", *[two_chunks] * 3, "none", "none", "none"]
     # Gates have no other kernels, so that they take these also where their blocks are few, and in a window alike for
     # all chunks.
     expected += [two_chunks, documents]

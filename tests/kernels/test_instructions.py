@@ -114,9 +114,10 @@ def test_loads_are_counted_by_width_and_spills_separately() -> None:
 
 def test_load_store_and_tensor_clocks_follow_from_widths_and_sizes() -> None:
     texts = ["LDS R1, [R2]", "@!P0 LDS.64 R2, [R4]", "STS.128 [R1], R4", "LDSM.16.MT88.4 R4, [R2]"]
-    texts += ["LDG.E.128 R4, [R2]", "@P1 STG.E R4, [R2]", "@!PT LDS RZ, [RZ]", "FADD R1, R1, R2"]
+    texts += ["LDSM.16.M88 R4, [R2]", "LDG.E.128 R4, [R2]", "@P1 STG.E R4, [R2]", "@!PT LDS RZ, [RZ]"]
+    texts += ["FADD R1, R1, R2"]
     instructions = [Instruction(16 * index, text, None) for index, text in enumerate(texts)]
-    assert count_memory_clocks(instructions) == 1 + 2 + 4 + 4 + 4 + 1
+    assert count_memory_clocks(instructions) == 1 + 2 + 4 + 4 + 1 + 4 + 1
     products = [
         Instruction(0, "HMMA.16816.F32.BF16 R4, R8, R10, R4", None),
         Instruction(16, "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", None),

@@ -162,6 +162,22 @@ def test_the_output_is_kept_for_cuda_kernels(heads: int, dim: int, length: int) 
             assert kept - ATTENTION_MEMORY["triton"](shape).saved_bytes == (2 * shape.query_bytes if has_kernels else 0)
 
 
+@pytest.mark.parametrize(("heads", "width", "kernel_size"), product((4, 8, 9, 17), (16, 32, 33, 64, 65), (1, 5, 7, 9)))
+def test_sizes_of_a_processor_with_cuda_kernels_are_those_of_the_kernels(
+    heads: int, width: int, kernel_size: int
+) -> None:
+    options = {"width": width, "kernel_size": kernel_size}
+    position = PositionOptions(pos_emb="fox", score_processor="cdape", score_processor_options=options)
+    encoding, processor = plan_encoding(position), plan_processor(position)
+    shape = AttentionShape(
+        2, ((0, 512),), heads, 64, 2, encoding, processor, True, None, 64, False, 80 << 30
+    )  # fmt: skip
+    weights = get_weight_shape(heads, width, kernel_size, True)
+    assert attention_memory.has_cuda_kernels(shape) == mixer.is_supported(weights, torch.bfloat16, 64, 512)
+    with_gates = gated_op.describe_unsupported(torch.bfloat16, heads, 64, width, kernel_size, 512) is None
+    assert attention_memory.supports_gates(shape) == with_gates
+
+
 @pytest.mark.parametrize(("heads", "dim", "length", "window"), product((4, 16, 17), (64, 72), (512, 513), (None, 99)))
 def test_processors_on_gates_take_the_memory_of_their_kernels_where_these_run(
     heads: int, dim: int, length: int, window: int | None

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from torch.nn.functional import pad
 from megatron.kernels.cdape_attention import mixer_operands
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.chunks import ALIGNED, NO_WINDOW_INT32
-from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, Tile
+from megatron.kernels.cdape_attention.geometry import FOLDER, HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, Tile
 from megatron.kernels.cdape_attention.logit_kernels import LogitInputs
 from megatron.kernels.cdape_attention.mixer import ColumnSpans, MixerInputs
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
@@ -147,8 +148,11 @@ CASES = [
     Case(16, 64, 128, torch.bfloat16, 5),
     Case(16, 32, 96, torch.bfloat16),
     Case(32, 32, 64, torch.bfloat16, 1),
+    Case(16, 64, 64, torch.bfloat16, 7),
+    Case(32, 32, 64, torch.bfloat16, width=64),
 ]
-LOCAL_CASES = CASES[:3]
+SEVEN_TAPS = CASES[6]
+LOCAL_CASES = [*CASES[:3], SEVEN_TAPS]
 ROUNDINGS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 """Relative to a number, half a unit in the last place of the types."""
 
@@ -282,6 +286,11 @@ def find_inputs(inputs: LogitInputs | MixerInputs) -> list[Tensor]:
     return [inputs.queries, keys, inputs.operands.edge, *([] if documents is None else [documents])]
 
 
+def count_slices(operands: MixerOperands) -> int:
+    """Return the number of slices of the width in the logits."""
+    return math.prod(operands.padded_sizes) // (HEADS * WIDTH) * (2 if operands.shape.kernel_size > 5 else 1)
+
+
 def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tensor]:
     """Return logits in float64 and bounds of their rounding errors, from column 0 on."""
     heads, width, columns, padding = shape.heads, shape.width, shape.columns, shape.padding
@@ -300,7 +309,7 @@ def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tens
     # Both factors, U and the scores, were rounded, then the hidden value, and what the slope made of it.
     doubt = (2 * size + 2 * hidden.abs()) * EXCHANGE_ROUNDING + TINY
     logits, bound = scores.clone(), scores.abs() * EXCHANGE_ROUNDING
-    more = math.prod(operands.padded_sizes) // (HEADS * WIDTH) - 1  # slices, which add to what those before made
+    more = count_slices(operands) - 1  # slices, which add to what those before made
     bound = bound * (1 + more)
     wide, wide_doubt = pad(active, (0, 0, padding, 0)), pad(doubt, (0, 0, padding, 0))
     corrections = torch.zeros_like(scores)
@@ -352,6 +361,15 @@ class Launcher:
             patch.setattr(torch, "zeros", registered(torch.zeros))
             patch.setattr(torch, "empty", registered(torch.empty, torch.nan))
             yield
+
+
+def plant_fault(folder: Path, right: str, wrong: str) -> None:
+    """Copy the kernels' sources to a new folder, and replace an expression that occurs once in them."""
+    shutil.copytree(FOLDER, folder)
+    sources = {path: path.read_text(encoding="utf-8") for path in folder.glob("*.h")}
+    (path,) = (path for path, source in sources.items() if right in source)
+    assert sources[path].count(right) == 1
+    path.write_text(sources[path].replace(right, wrong), encoding="utf-8")
 
 
 class AllMemory:

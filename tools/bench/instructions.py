@@ -174,7 +174,7 @@ def count_memory_clocks(instructions: Iterable[Instruction]) -> int:
         kind, options = access.groups()
         parts = options.split(".")
         if kind in ("LDSM", "STSM"):  # matrices of 8 × 8 half-precision numbers, 128 bytes
-            total += int(parts[-1])
+            total += int(parts[-1]) if parts[-1].isdigit() else 1
         else:
             total += 4 if "128" in parts else 2 if "64" in parts else 1
     return total

@@ -31,6 +31,7 @@ from megatron.kernels.cdape_attention.geometry import (
     KernelFamily,
     KernelForm,
     MixerKernel,
+    SizeLimit,
     choose_kernel,
 )
 from megatron.kernels.cdape_attention.head_products import (
@@ -54,8 +55,8 @@ from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_s
 from megatron.kernels.cuda.compile import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties, get_uncompiled_apply, launch_context
 
-MAX_KERNEL_SIZE = 3
-"""Largest kernel size with gates. More taps leave no registers for the sums of gates, which cover all widths."""
+LIMITS = (SizeLimit(7, HEADS, WIDTH),)
+"""Largest sizes with gates, whose terms are those of one group of heads and one part of the width."""
 FAMILIES = (logit_kernels.LOGIT_KERNELS, *BACKWARD_KERNELS)
 
 
@@ -74,7 +75,7 @@ def describe_unsupported(
     shape = get_weight_shape(heads, width, kernel_size, False)
     # Fewer heads and widths are padded, which is still faster than row blocks.
     padded = get_weight_shape(max(heads, HEADS), max(width, WIDTH), shape.kernel_size, False)
-    if kernel_size > MAX_KERNEL_SIZE or not mixer.is_supported(padded, dtype, dim, columns - columns % 8):
+    if not mixer.is_supported(padded, dtype, dim, columns - columns % 8, LIMITS):
         return (
             f"a gate's bias before a processor of {heads} heads of {dim}, width {width} and kernel size {kernel_size}"
         )
@@ -89,7 +90,7 @@ def describe_unsupported_device(q: Tensor, dim: int) -> str | None:
     if not q.is_cuda:
         return "a gate's bias before a processor without a GPU"
     arch = get_arch(q)
-    form = KernelForm(3, dim, q.dtype, is_gated=True)  # blocks need less memory with k = 1
+    form = KernelForm(LIMITS[0].kernel_size, dim, q.dtype, is_gated=True)  # blocks need less memory with fewer taps
     if arch is None or any(choose_kernel(family, form, arch) is None for family in FAMILIES):
         return f"a gate's bias before a processor on {torch.cuda.get_device_name(q.device)}"
     return None if mixer.has_compiler() else "a gate's bias before a processor without NVRTC"

@@ -15,7 +15,7 @@ from megatron.kernels.runtime import cdiv
 
 FOLDER = Path(__file__).with_name("cuda")
 HEADS, WIDTH = 16, 32
-"""Number of heads in a group, and of widths in a slice whose weights fit in registers."""
+"""Number of heads in a group, and of widths in a part of the weights of one group."""
 ELEMENTS = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
 """Names of the compute types in CUDA."""
 BLOCK_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -56,9 +56,9 @@ class KernelForm(NamedTuple):
     """True if the bias is a row term plus a column term (`gate_terms.py`)."""
 
     @property
-    def slices(self) -> int:
+    def weight_slices(self) -> int:
         """Number of slices of the width with separate blocks for the gradients of weights (`cuda/mixer_backward.h`)."""
-        return 2 if self.kernel_size > 3 else 1
+        return self.width // {1: 32, 3: 32, 5: 16, 7: 8}[self.kernel_size]
 
     @property
     def padding(self) -> int:
@@ -84,17 +84,18 @@ class SizeLimit(NamedTuple):
     width: int
 
 
-BACKWARD_LIMITS = (SizeLimit(5, HEADS, WIDTH),)
+BACKWARD_LIMITS = (SizeLimit(7, HEADS, WIDTH), SizeLimit(5, HEADS, 2 * WIDTH))
+"""Limits of the kernels of the backward pass. The kernel for logits supports more."""
 
 
 def pad_sizes(heads: int, width: int) -> tuple[int, int]:
     """Return the padded number of heads and the padded width with which kernels compute.
 
-    Heads are padded to one or two groups, and the width to whole slices, which are half as wide for two groups.
+    Heads are padded to one or two groups, and the width to whole parts, which are half as wide for two groups.
     """
     groups = cdiv(heads, HEADS)
-    slice_width = WIDTH // groups
-    return groups * HEADS, cdiv(width, slice_width) * slice_width
+    part_width = WIDTH // groups
+    return groups * HEADS, cdiv(width, part_width) * part_width
 
 
 class KernelFamily(NamedTuple):
@@ -153,7 +154,7 @@ def choose_kernel(family: KernelFamily, form: KernelForm, arch: int) -> MixerKer
 
 def count_fragment_window_bytes(tile: Tile, form: KernelForm) -> int:
     """Return the bytes of a `FragmentWindow` (`cuda/windows.h`)."""
-    quads = tile.columns // 4 + 1
+    quads = tile.columns // 4 + (2 if form.padding > 2 else 1)
     return form.heads // 16 * (tile.rows // 16) * 4 * (4 * quads * 160 + 32)
 
 
@@ -170,6 +171,6 @@ def count_run_bytes(tile: Tile, form: KernelForm, *, by_rows: bool) -> int:
     return tile.rows * (form.heads // 2 * stride + (4 if is_wide else 18)) * 4
 
 
-def count_diagonal_bytes(tile: Tile) -> int:
+def count_diagonal_bytes(tile: Tile, form: KernelForm) -> int:
     """Return the bytes of `Diagonals` (`cuda/diagonals.h`)."""
-    return tile.warps * 3 * 8 * (WIDTH + HEADS) * 4
+    return tile.warps * 3 * 8 * (form.width + form.heads) * 4

@@ -3,7 +3,7 @@
 The kernels are in `cuda/mixer_forward.h` and `cuda/logit_gradient.h`.
 
 B batch, H heads, R query rows of a chunk, C columns of its maps, N distances, D processor width, k kernel size,
-p = k//2. `geometry.pad_sizes` pads H and D for logits. The kernel of gradients pads H to 16.
+p = k//2. `geometry.pad_sizes` pads H and D.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ from megatron.kernels.cdape_attention.gate_terms import GateInputs, GateOperands
 from megatron.kernels.cdape_attention.geometry import (
     BACKWARD_LIMITS,
     HEADS,
+    WIDTH,
     KernelFamily,
     KernelForm,
     MixerKernel,
@@ -37,7 +38,7 @@ LOGIT_KERNELS = KernelFamily(
     *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs"),
     (Tile(32, 16), Tile(32, 32), Tile(16, 64), Tile(16, 32)),
     _count_forward_bytes,
-    (SizeLimit(5, 16, 32), SizeLimit(3, 16, 64), SizeLimit(3, 32, 32)),
+    (*BACKWARD_LIMITS, SizeLimit(3, 2 * HEADS, WIDTH)),
 )
 """Kernels for logits. For other sizes, Triton's kernels need no more instructions (README.md)."""
 
@@ -134,7 +135,7 @@ def _count_gradient_bytes(tile: Tile, form: KernelForm) -> int:
 
 LOGIT_GRADIENT_KERNELS = KernelFamily(
     *("logit_gradient.h", "LogitGradient<{}, {}>", "LogitGradientArgs"),
-    (Tile(32, 32, 2), Tile(16, 64, 2), Tile(16, 64, 1)),
+    (Tile(32, 32, 2), Tile(16, 64, 2), Tile(16, 64, 1), Tile(16, 32, 1)),
     _count_gradient_bytes,
     BACKWARD_LIMITS,
 )

@@ -1,7 +1,7 @@
 """Backward pass of the score processor by CUDA kernels (`cuda/mixer_backward.h`).
 
 B batch, H heads, R query rows of a chunk, C columns of its maps, N distances, D processor width, k kernel size,
-p = k//2. The kernels pad H to 16 and D to 32.
+p = k//2. The kernels pad H to 16 and D to a multiple of 32.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ def _count_weights_bytes(tile: Tile, form: KernelForm) -> int:
 
 
 def _count_scores_bytes(tile: Tile, form: KernelForm) -> int:
-    sums = count_run_bytes(tile, form, by_rows=False) + count_diagonal_bytes(tile)
+    sums = count_run_bytes(tile, form, by_rows=False) + count_diagonal_bytes(tile, form)
     return 2 * count_pair_window_bytes(tile) + sums
 
 
@@ -147,14 +147,14 @@ class MixerGradients(NamedTuple):
     """Gradients of a chunk in float32, one partial sum per program of the kernels."""
 
     tables: Tensor
-    """Gradients of U from distance −p on and of the bias, [programs, n, 48], see `unpack_tables`.
+    """Gradients of U from distance −p on and of the bias, [programs, n, padded D + 16], see `unpack_tables`.
 
     With gates, these are gradients of hidden values from column p on and of logits, by column.
     """
     edge: Tensor
-    """Gradient of E, [B, R, p, 32]; with gates that of `RowGradients`."""
+    """Gradient of E, [B, R, p, padded D]; with gates that of `RowGradients`."""
     weights: Tensor
-    """Gradients of both weights, [programs, 1, 2 · k · 512], see `unpack_weights`."""
+    """Gradients of both weights, [programs, 1, 2 · k · 16 · padded D], see `unpack_weights`."""
 
 
 def is_enabled() -> bool:
@@ -279,12 +279,12 @@ def differentiate_mixer(
     num_rows = inputs.position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before + padding
     float32: dict[str, Any] = {"dtype": torch.float32, "device": inputs.dlogits.device}
     key = (*to_scores, rows, inputs.position, *((0, 0) if inputs.spans is None else inputs.spans[:2]))
-    table_rows = num_rows if gates is None else columns
-    dtables = (shared or SharedTables()).get_or_create(key, prod(to_scores), table_rows, WIDTH + HEADS, **float32)
+    table_rows, width = num_rows if gates is None else columns, form.width
+    dtables = (shared or SharedTables()).get_or_create(key, prod(to_scores), table_rows, width + HEADS, **float32)
     if of_rows is None:
         # Rows may not see the start of their document.
         new_edge = torch.empty if inputs.spans is None else torch.zeros
-        dedge, drows = new_edge(batch, rows, padding, WIDTH, **float32), None
+        dedge, drows = new_edge(batch, rows, padding, width, **float32), None
     else:
         drows, dedge = of_rows
     dweights = torch.empty(prod(to_weights), 1, 2 * fragments.w1.shape[1], **float32)
@@ -298,7 +298,7 @@ def differentiate_mixer(
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
         *(() if gates is None or drows is None else (gates.inputs, drows.data_ptr(), drows.stride(0) * 4)),
     )
-    grids = to_scores, (to_weights[0], batch * form.slices)
+    grids = to_scores, (to_weights[0], batch * form.weight_slices)
     for kernel, (blocks, sequences) in zip(kernels, grids, strict=True):
         launch(kernel.code, (blocks, sequences), args)
     return MixerGradients(dtables, dedge, dweights)

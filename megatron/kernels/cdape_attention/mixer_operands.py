@@ -30,23 +30,25 @@ BLOCK_ROWS = 32
 MAX_TILE_COLUMNS = 64
 
 
-def build_table(contributions: Tensor, padding: int, distances: int) -> Tensor:
+def build_table(contributions: Tensor, padding: int, distances: int, padded_width: int) -> Tensor:
     """Return U [L, n, D] in the layout of accumulators.
 
     Returns:
-        float32 [L, entries, 64]. Entry e contains distances e − front and e − front + 8.
+        float32 [L, entries, 2 · padded D]. Entry e contains distances e − front and e − front + 8.
     """
     layers, known, width = contributions.shape
     entries = TABLE_FRONT + distances
     entries += entries % 2
     covered = min(known, distances + padding + 8)
     room = entries + 8 - (TABLE_FRONT - padding) - covered
-    padded = F.pad(contributions[:, :covered], (0, WIDTH - width, TABLE_FRONT - padding, room))
-    halves = padded.index_select(2, _list_table_columns(padded.device))  # [L, rows, entry's parity, step, n, t, 2]
+    padded = F.pad(contributions[:, :covered], (0, padded_width - width, TABLE_FRONT - padding, room))
+    # [L, rows, entry's parity, step, n, t, 2]
+    halves = padded.index_select(2, _list_table_columns(padded_width, padded.device))
     row = halves.shape[2]
-    sizes = (layers, entries // 2, 2, 2, 2, 4, 2, 2)  # layer, entry, its parity, step, n, t, distance, width
+    # Layer, entry, its parity, step, n, t, distance, width.
+    sizes = (layers, entries // 2, 2, padded_width // 16, 2, 4, 2, 2)
     strides = (halves.stride(0), 2 * row, row + row // 2, 16, 8, 2, 8 * row, 1)
-    return halves.as_strided(sizes, strides).contiguous().view(layers, entries, 2 * WIDTH)
+    return halves.as_strided(sizes, strides).contiguous().view(layers, entries, 2 * padded_width)
 
 
 def build_group_table(
@@ -100,7 +102,7 @@ def build_bias(bias_table: Tensor, b2: Tensor, position: int, distances: int, pa
 
 
 class Fragments(NamedTuple):
-    """Weights as operands of products, each [L, slices of the width · k · 4 · 32 lanes · 4]."""
+    """Weights as operands of products, each [L, parts of the width · k · 4 · 32 lanes · 4]."""
 
     w1: Tensor
     """W1 in float16."""
@@ -136,9 +138,10 @@ def unpack_tables(sums: Tensor, shape: WeightShape) -> tuple[Tensor, Tensor]:
     """Return the gradients of U [L, n, D] from distance −p on, and of the bias of the logits [L, n, H].
 
     Args:
-        sums: sums along diagonals, [L, n, 48].
+        sums: sums along diagonals, [L, n, padded D + 16].
     """
-    return sums[..., : shape.width], sums.index_select(2, _list_head_columns(sums.device))[..., : shape.heads]
+    by_head = sums.index_select(2, _list_head_columns(sums.shape[2], sums.device))
+    return sums[..., : shape.width], by_head[..., : shape.heads]
 
 
 class LogitTables(NamedTuple):
@@ -194,7 +197,7 @@ class MixerOperands:
     @cached_property
     def entries(self) -> Tensor:
         """U, in the layout of `build_table`."""
-        return build_table(self.contributions, self.shape.padding, self.distances)
+        return build_table(self.contributions, self.shape.padding, self.distances, self.padded_sizes[1])
 
     def find_logit_tables(self, position: int) -> LogitTables:
         """Return the tables by distance for the logits of rows from a position on."""
@@ -225,12 +228,12 @@ def list_tile_widths() -> list[int]:
 
 
 @cache
-def _list_table_columns(device: torch.device) -> Tensor:
+def _list_table_columns(width: int, device: torch.device) -> Tensor:
     """Return the columns of U by parity of the entry, step, n, t and width; n is swapped for odd entries."""
     columns = [
         _width(2 * step + (n ^ parity), 2 * t + x)
         for parity in range(2)
-        for step in range(2)
+        for step in range(width // 16)
         for n in range(2)
         for t in range(4)
         for x in range(2)
@@ -239,9 +242,9 @@ def _list_table_columns(device: torch.device) -> Tensor:
 
 
 @cache
-def _list_head_columns(device: torch.device) -> Tensor:
-    """Return the columns of heads 0 … 15 in the sums along diagonals."""
-    columns = [WIDTH + h % 8 // 2 * 4 + h // 8 * 2 + h % 2 for h in range(HEADS)]
+def _list_head_columns(channels: int, device: torch.device) -> Tensor:
+    """Return the columns of heads 0 … 15 in the sums along diagonals, which begin with those of all widths."""
+    columns = [channels - HEADS + h % 8 // 2 * 4 + h // 8 * 2 + h % 2 for h in range(HEADS)]
     return torch.tensor(columns, device=device)
 
 
@@ -249,13 +252,13 @@ def _list_head_columns(device: torch.device) -> Tensor:
 def build_fragment_index(taps: int, heads: int, width: int, device: torch.device) -> Tensor:
     """Return the index of all `Fragments` into W1 [k, H, D], followed by W2 [k, D, H]."""
     groups = heads // HEADS
-    slice_width = WIDTH // groups
-    sizes = (width // slice_width, taps, 4, 32, 2, 2)
+    part_width = WIDTH // groups
+    sizes = (width // part_width, taps, 4, 32, 2, 2)
     part, tap, tile, lane, word, half = torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")
     g, t = lane // 4, lane % 4
 
-    def index(head: Tensor, in_slice: int | Tensor) -> tuple[Tensor, Tensor]:
-        column = part * slice_width + in_slice
+    def index(head: Tensor, in_part: int | Tensor) -> tuple[Tensor, Tensor]:
+        column = part * part_width + in_part
         return (tap * heads + head) * width + column, ((taps + tap) * width + column) * heads + head
 
     group, n = tile // (4 // groups), tile % (4 // groups)
@@ -267,9 +270,9 @@ def build_fragment_index(taps: int, heads: int, width: int, device: torch.device
 
 @cache
 def _build_patch_index(shape: WeightShape, device: torch.device) -> Tensor:
-    """Build the index into sums [2, k, 4 n-tiles, 32 lanes, 4], which are followed by a zero."""
-    taps = shape.kernel_size
-    which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, 4, 32, 4)), indexing="ij")
+    """Build the index into sums [2, k, n-tiles of the padded width, 32 lanes, 4], which are followed by a zero."""
+    taps, tiles = shape.kernel_size, pad_sizes(shape.heads, shape.width)[1] // 8
+    which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, tiles, 32, 4)), indexing="ij")
     head, width = lane // 4 + 8 * (x // 2), _width(tile, 2 * (lane % 4) + x % 2)
     mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # the taps of the second are (`weights.py`)
     channels, (rows, columns) = count_padded_channels(shape.heads), shape.packed[2]

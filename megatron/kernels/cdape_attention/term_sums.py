@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.kernels.cdape_attention.bias_product import BiasProduct
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
-from megatron.kernels.cdape_attention.geometry import HEADS, WIDTH
+from megatron.kernels.cdape_attention.geometry import HEADS
 from megatron.kernels.cdape_attention.mixer import SharedTables
 from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
 from megatron.kernels.runtime import Tile, cdiv, launch
@@ -31,7 +31,7 @@ class MixerSums(NamedTuple):
     """Sums of the CUDA kernels, in the kernels' layouts."""
 
     tables: Tensor
-    """float32 [L, distances + p, 48], see `mixer_operands.unpack_tables`."""
+    """float32 [L, distances + p, padded D + 16], see `mixer_operands.unpack_tables`."""
     weights: Tensor
     """float32 [L, 1, n], see `mixer_operands.unpack_weights`."""
     has_bias: bool
@@ -75,8 +75,8 @@ def add_mixer_sums(sums: TermSums, problem: CdapeProblem) -> TermSums:
     """Return the sums of layers together with zero-initialized sums for the CUDA kernels."""
     assert problem.operands is not None
     layers, device = len(sums.patches), sums.patches.device
-    count = problem.operands.distances + problem.padding
-    tables = torch.zeros(layers, count, WIDTH + HEADS, dtype=torch.float32, device=device)
+    count, width = problem.operands.distances + problem.padding, problem.operands.padded_sizes[1]
+    tables = torch.zeros(layers, count, width + HEADS, dtype=torch.float32, device=device)
     weights = torch.zeros(layers, 1, 2 * problem.operands.fragments.w1.shape[1], dtype=torch.float32, device=device)
     return sums._replace(mixer=MixerSums(tables, weights, problem.has_bias, SharedTables()))
 

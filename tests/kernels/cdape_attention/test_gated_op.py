@@ -2,7 +2,6 @@
 
 import copy
 import ctypes
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from cuda_emulator import Emulator, find_compiler
 from kept import Peak
 from kernel_references import cdape_attention
-from mixer_emulation import CASES, NO_ERRORS, AllMemory
+from mixer_emulation import CASES, NO_ERRORS, AllMemory, plant_fault
 from mixer_emulation import Case as Geometry
 from torch import Tensor
 
@@ -40,7 +39,12 @@ NAMES = ("output", "q", "k", "v", "row_bias", "key_bias", "w1", "b1", "w2", "b2"
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"  # not the fixture: an emulator cannot be rehearsed without values
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float16  # that of Triton's interpreter
-COMPILED = (CASES[1], CASES[2], Geometry(32, 32, 64, DTYPE))
+COMPILED = (
+    *CASES[1:3],
+    Geometry(32, 32, 64, DTYPE),
+    Geometry(16, 64, 80, DTYPE, 5),
+    Geometry(16, 64, 64, DTYPE, 7),
+)
 
 pytestmark = [
     pytest.mark.skipif(not HAS_GPU and find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)"),
@@ -179,6 +183,8 @@ CALLS = [
     Call(1, 12, 72, 17, offset=48, chunk=40, window=33, has_sinks=True),
     Call(2, 12, 72, 17, chunk=40, window=7, documents=((72,), (3, 1, 40, 28)), residual_bias=False, has_sinks=True),
     Call(1, 9, 40, 17, dim=80, window=1, chunk=24, taps=1),
+    Call(1, 12, 40, 32, dim=80, taps=5),
+    Call(1, 12, 72, 17, chunk=40, window=33, documents=((3, 1, 40, 28),), taps=7, has_sinks=True),
 ]
 
 
@@ -225,21 +231,18 @@ def test_the_order_of_warps_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
 WINDOWED = Call(1, 12, 40, 17, window=9, documents=((3, 37),))
 FAULTS = {
     "no hidden value left of a window": (
-        "tables.h",
         "places.first[r] <= i32(column + G::PADDING)",
         "places.first[r] <= i32(column)",
     ),
     "a window's edge without its gradient": (
-        "mixer_backward.h",
         "T::is_at_edge(places, r, column) && places.row[r]",
         "T::is_at_edge(places, r, column) && places.first[r] <= i32(column) && places.row[r]",
     ),
     "a sum with exceptions": (
-        "mixer_backward.h",
         "select(T::is_at_edge(places, r, hidden_column + jj)",
         "select(false",
     ),
-    "a missing barrier": ("gates.h", "    barrier(memory);\n    constexpr", "    constexpr"),
+    "a missing barrier": ("    barrier(memory);\n    constexpr int COUNT", "    constexpr int COUNT"),
 }
 
 
@@ -249,11 +252,7 @@ FAULTS = {
 def test_planted_faults_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call = WINDOWED if "window" in name else CALLS[0]
     folder = tmp_path / "cuda"
-    shutil.copytree(FOLDER, folder)
-    header, right, wrong = FAULTS[name]
-    source = (folder / header).read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    (folder / header).write_text(source.replace(right, wrong), encoding="utf-8")
+    plant_fault(folder, *FAULTS[name])
     inputs = call.draw()
     found, errors = run(call, inputs, monkeypatch, folder)
     is_wrong = False
@@ -304,7 +303,7 @@ def test_support_is_stated_for_calls_that_the_kernels_take() -> None:
         (1, 17, "17 heads"),
         (2, 72, "heads of 72"),
         (3, 33, "width 33"),
-        (4, 5, "kernel size 5"),
+        (4, 9, "kernel size 9"),
         (5, 511, "multiple of 8"),
         (6, 42, "multiple of 8"),
     ):

@@ -4,7 +4,6 @@ Bounds are elementwise: half a unit in the last place for each value that the ke
 hidden value is a matter of rounding, the difference that the other sign makes.
 """
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from mixer_emulation import (
     LOCAL_SHAPES,
     NO_ERRORS,
     ROUNDINGS,
+    SEVEN_TAPS,
     SHAPES,
     Case,
     Launcher,
@@ -30,6 +30,7 @@ from mixer_emulation import (
     find_inputs,
     find_seen,
     move_into_longer_call,
+    plant_fault,
     unpack_operands,
 )
 from torch import Tensor
@@ -48,6 +49,8 @@ from megatron.kernels.cdape_attention.term_sums import add_mixer_sums, allocate_
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from megatron.kernels.runtime import launch_context
 
+TOO_LARGE = {(80, 5, 64, 112), (80, 5, 64, 128)}
+"""Compute capability, kernel size, width and head dimension whose dS exceeds the shared memory of a block."""
 UNCERTAIN = 1e-5
 """Hidden values so small have a sign that depends on the order of a sum."""
 
@@ -104,6 +107,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     seen = find_seen(shape)
     heads, width, columns = shape.heads, shape.width, shape.columns
     taps, padding = shape.taps, shape.padding
+    slices = inputs.operands.padded_sizes[1] // (16 if taps > 3 else 32)
     hidden_columns = columns + padding
     scores, hidden, alive, at_edge, distance = begin_hidden(inputs, shape)
     scores = scores.float().half().double()
@@ -157,8 +161,8 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     left, count = shape.left, inputs.dlogits.shape[3]  # what lies further away is zero
     edge_columns = (find_documents(shape).long() + torch.arange(padding))[..., None].expand(-1, -1, -1, width)
     exact = {
-        # With more than three taps, what two slices of the width make is rounded apart.
-        "scores": (dscores, (6 if taps > 3 else 4) * rounding * size + to_scores(doubt, w1.abs())),
+        # What each slice of the width makes is rounded apart.
+        "scores": (dscores, 2 * (1 + slices) * rounding * size + to_scores(doubt, w1.abs())),
         "table": (
             to_table(gradient, distance + padding, rows, kept),
             to_table(doubt, distance + padding, rows, kept) + tiny,
@@ -253,31 +257,34 @@ LOCAL_FAULTS = {
     "E among distances": ("select(T::is_at_edge(places, r, hidden_column + jj)", "select(false"),
     "another row's edge": ("T::locate_edge(places.row[r],", "T::locate_edge(places.of_row[r],"),
     "a wrong last tile": ("MASKED && tile + 1 == c.tiles.end", "MASKED && tile == c.tiles.end"),
-    "what was before": ("      clear_columns(c);\n", ""),
+    "what was before": ("      Inputs::clear_columns(c);\n", ""),
     "stores left of the map": ("is_stored = is_stored && j >= 0;", ""),
+}
+SLICE_FAULTS = {
+    "another slice's widths": ("((entry & 1) ^ (n ^ odd))", "((entry & 1) ^ n)"),
+    "another slice's edge": ("EDGE || G::GATED ? odd : 0", "0"),
+    "another slice's place": ("c.slice * N_TILES + fragment % N_TILES", "fragment % N_TILES"),
+    "without earlier slices": ("else if (!EDGE) add_words(sum, others[jj % 4].part, unit);", ""),
 }
 LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 96, 160, 128, frozenset({226, 240}))
 ONE_TOKEN_DOCUMENTS = Shape(1, 16, 32, 16, 0, None, frozenset(range(1, 16)))
 
 
 def find_fault_shape(name: str) -> Shape:
-    if name in FAULTS:
+    if name in FAULTS or name in SLICE_FAULTS:
         return Shape(1, 16, 32, 64, 0)
     return ONE_TOKEN_DOCUMENTS if name.endswith("document") else LOCAL_FAULT_SHAPE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS])
+@pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS, *SLICE_FAULTS])
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
-    shutil.copytree(FOLDER, folder)
-    header = folder / "mixer_backward.h"
-    source, (right, wrong) = header.read_text(encoding="utf-8"), (FAULTS | LOCAL_FAULTS)[name]
-    assert source.count(right) == 1
-    header.write_text(source.replace(right, wrong), encoding="utf-8")
-    shape = find_fault_shape(name)
+    plant_fault(folder, *(FAULTS | LOCAL_FAULTS | SLICE_FAULTS)[name])
+    case = SEVEN_TAPS if name in SLICE_FAULTS else CASES[0]
+    shape = case.adapt(find_fault_shape(name))
     inputs = build_inputs(shape)
-    found, faults = run(inputs, Launcher(folder))
+    found, faults = run(inputs, Launcher(folder), case)
     truth = compute_truth(inputs, shape)
     is_wrong = any(not ((found[key].double() - true).abs() <= bound).all() for key, (true, bound) in truth.items())
     assert is_wrong or faults.errors != NO_ERRORS
@@ -290,11 +297,14 @@ def test_supported_shapes_are_reported_as_supported() -> None:
     assert mixer.is_supported(get_weight_shape(8, 32, 3, True), torch.bfloat16, 64, 512)
     assert mixer.is_supported(get_weight_shape(16, 16, 3, True), torch.bfloat16, 64, 512)
     assert mixer.is_supported(get_weight_shape(16, 32, 1, True), torch.bfloat16, 64, 512)
-    assert mixer.is_supported(get_weight_shape(16, 32, 5, True), torch.bfloat16, 64, 512)
+    assert mixer.is_supported(get_weight_shape(16, 32, 7, True), torch.bfloat16, 64, 512)
+    assert mixer.is_supported(get_weight_shape(16, 64, 5, True), torch.bfloat16, 64, 512)
     for other, dtype, dim, columns in (
-        (get_weight_shape(16, 32, 7, True), torch.bfloat16, 64, 512),
+        (get_weight_shape(16, 32, 9, True), torch.bfloat16, 64, 512),
         (get_weight_shape(17, 32, 3, True), torch.bfloat16, 64, 512),
-        (get_weight_shape(16, 33, 3, True), torch.bfloat16, 64, 512),
+        (get_weight_shape(16, 65, 3, True), torch.bfloat16, 64, 512),
+        (get_weight_shape(16, 33, 7, True), torch.bfloat16, 64, 512),
+        (get_weight_shape(8, 33, 3, True), torch.bfloat16, 64, 512),
         (get_weight_shape(8, 16, 3, True), torch.bfloat16, 64, 512),
         (shape, torch.float32, 64, 512),
         (shape, torch.bfloat16, 72, 512),
@@ -307,7 +317,7 @@ def test_supported_shapes_are_reported_as_supported() -> None:
 def test_logits_are_supported_for_more_shapes() -> None:
     limits = logit_kernels.LOGIT_KERNELS.limits
     for heads, width, kernel_size, is_supported in (
-        *((16, 32, 5, True), (16, 33, 5, False), (17, 32, 5, False), (16, 32, 7, False)),
+        *((16, 32, 7, True), (16, 33, 7, False), (17, 32, 5, False), (16, 32, 9, False)),
         *((16, 64, 3, True), (9, 33, 1, True), (8, 33, 3, False), (16, 65, 3, False)),
         *((32, 32, 3, True), (17, 8, 1, True), (32, 33, 3, False), (33, 32, 3, False)),
     ):
@@ -347,6 +357,8 @@ def test_the_geometry_fits_the_gpu(family: KernelFamily, arch: int, tiles: list[
         (90, 80, (3, 32, 32), (16, 32, 1, 1)),
         (80, 64, (5, 16, 32), (16, 64, 1, 1)),
         (90, 64, (5, 16, 32), (32, 32, 1, 1)),
+        (80, 128, (7, 16, 32), (16, 32, 1, 1)),
+        (90, 64, (7, 16, 32), (32, 32, 1, 1)),
     ],
     ids=str,
 )
@@ -357,6 +369,17 @@ def test_the_geometry_of_more_heads_widths_and_taps_fits_the_gpu(
     form = KernelForm(kernel_size, dim, torch.bfloat16, heads=heads, width=width)
     kernel = choose_kernel(logit_kernels.LOGIT_KERNELS, form, arch)
     assert (kernel and (*kernel.tile, kernel.resident_blocks)) == tile
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(("kernel_size", "width"), [(1, 32), (3, 32), (5, 32), (7, 32), (3, 64), (5, 64)])
+def test_some_tile_of_each_kernel_fits_a_gpu(arch: int, kernel_size: int, width: int) -> None:
+    for family in (logit_kernels.LOGIT_KERNELS, *mixer_chunks.BACKWARD_KERNELS):
+        for dim in range(16, 129, 16):
+            form = KernelForm(kernel_size, dim, torch.bfloat16, width=width)
+            fits = choose_kernel(family, form, arch) is not None
+            is_too_large = family is mixer.SCORE_GRADIENT_KERNELS and (arch, kernel_size, width, dim) in TOO_LARGE
+            assert fits != is_too_large, (family.name, dim)
 
 
 @pytest.mark.parametrize("chunk_rows", [24, 40])

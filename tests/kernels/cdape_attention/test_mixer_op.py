@@ -11,7 +11,7 @@ from mixer_emulation import LOCAL_CASES, NO_ERRORS, AllMemory
 
 from megatron.kernels.cdape_attention import mixer, mixer_chunks, op
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
-from megatron.kernels.cdape_attention.geometry import FOLDER, WIDTH, KernelFamily, MixerKernel, pad_sizes
+from megatron.kernels.cdape_attention.geometry import FOLDER, HEADS, KernelFamily, MixerKernel, pad_sizes
 from megatron.kernels.cuda.compile import CudaKernel
 from tools.rounding import assert_within_rounding
 
@@ -30,9 +30,9 @@ CASES = [
     Case(1, 9, 24, 72, DIM, 17, 3, offset=48, window=20, chunk=16, has_sinks=True),
     Case(2, 9, 40, 40, DIM, 17, 3, chunk=24, documents=((40,), (3, 1, 20, 16)), has_sinks=True),
     Case(1, 9, 40, 64, DIM, 17, 3, offset=24, window=30, documents=((23, 10, 31),), has_bias=False),
-    Case(1, 9, 40, 40, DIM, 17, 5, window=23, chunk=24),
+    Case(1, 9, 40, 40, DIM, 36, 5, window=23, chunk=24),
     Case(2, 9, 40, 40, DIM, 17, 1, window=23, chunk=24, documents=((40,), (3, 1, 20, 16)), has_sinks=True),
-    Case(1, 9, 24, 40, DIM, 36, 3, offset=16, window=30, chunk=16),  # the logits alone are of CUDA kernels
+    Case(1, 17, 24, 40, DIM, 17, 3, offset=16, window=30, chunk=16),  # CUDA kernels compute the logits alone
 ]
 
 
@@ -61,7 +61,7 @@ def test_outputs_and_gradients_err_by_rounding_alone(case: Case, monkeypatch: py
     inputs, into = case.inputs(DTYPE), into_output(case, DTYPE)
     attend = partial(takes_fields(op.cdape_attention), **case.options, chunk=case.chunk)
     found = differentiated(attend, inputs, into)
-    of_gradients = {"logit_gradient.h", "mixer_backward.h"} if case.width <= WIDTH else set()
+    of_gradients = {"logit_gradient.h", "mixer_backward.h"} if case.heads <= HEADS else set()
     assert set(launched) == {"mixer_forward.h"} | of_gradients
     assert emulator.get_faults().errors == NO_ERRORS
     assert_within_rounding(found, truth(case, inputs, into), DTYPE, stored=True)

@@ -1,6 +1,6 @@
 // Sums along diagonals: for each distance n = i - j, the sum over a block's pixels at that distance. The gradients of U
-// (sums of hidden values' gradients, 32 channels) and of the bias table (sums of logits' gradients, 16 channels) are
-// such sums.
+// (sums of hidden values' gradients, a channel per width) and of the bias table (sums of logits' gradients, a channel
+// per head) are such sums.
 //
 // A warp sums its 16 rows × 8 columns by products with shifted identities, which move row r of a column to row r + 7 -
 // jj: 23 distances in 3 groups of 8. A tile of 32 × 32 pixels has 63 distances in 8 groups; its lower four groups are
@@ -17,12 +17,13 @@ struct Diagonals {
   static constexpr int GROUP_BYTES = 8 * DISTANCE_BYTES, WARP_BYTES = 3 * GROUP_BYTES;
   static constexpr int MEMORY_BYTES = G::WARPS * WARP_BYTES, GROUPS = 2 * G::ROW_TILES + G::RUNS;
 
-  // Sums of a group of 8 distances × 48 channels; a lane holds 12 of them.
+  // Sums of a group of 8 distances, divided among the lanes in vectors of 4.
+  static constexpr int VECTORS = CHANNELS / 16;
   struct Sums {
-    f32 part[3][4];
+    f32 part[VECTORS][4];
   };
   static KERNEL_CODE void clear(Sums& sums) {
-    UNROLL_FOR (int v = 0; v < 3; v++)
+    UNROLL_FOR (int v = 0; v < VECTORS; v++)
       UNROLL_FOR (int x = 0; x < 4; x++) sums.part[v][x] = f32(0.0f);
   }
 
@@ -65,12 +66,12 @@ struct Diagonals {
       }
       if (slice > 0) continue;
       UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = as_u32(db[m][x / 2][2 * r + x % 2]);
-      store_shared<4>(memory, to + (at + 128), v);
+      store_shared<4>(memory, to + (at + G::WIDTH * 4), v);
     }
   }
 
   // Adds the warps' sums of a tile to those of this warp's groups, one of which is unfinished, and stores the others.
-  // `first_row` is the row of `table` [programs, rows, 48] for the tile's first distance.
+  // `first_row` is the row of `table` [programs, rows, D + 16] for the tile's first distance.
   static KERNEL_CODE void add(Sums& sums, SharedMemory memory, int warp, int tile, bool is_last, void* table,
                               long long program, int rows, int first_row) {
     i32 lane = lane_id();
@@ -83,7 +84,7 @@ struct Diagonals {
         UNROLL_FOR (int part = 0; part < 3; part++) {
           const int run = G::RUNS - 1 - (group - part - 2 * row_tile);
           if (run >= 0 && run < G::RUNS)
-            UNROLL_FOR (int v = 0; v < 3; v++) {
+            UNROLL_FOR (int v = 0; v < VECTORS; v++) {
               const int from = (row_tile * G::RUNS + run) * WARP_BYTES + part * GROUP_BYTES + v * 512;
               Words<4> x = load_shared<4>(memory, lane * 16 + from);
               UNROLL_FOR (int y = 0; y < 4; y++) sums.part[v][y] += as_f32(x.x[y]);
@@ -92,10 +93,10 @@ struct Diagonals {
       if (group < GROUPS - G::RUNS && !is_last) continue;
       const int row = first_row + 8 * group;
       Address to = advance(address(table, lane * 16), (program * rows + row) * DISTANCE_BYTES);
-      UNROLL_FOR (int v = 0; v < 3; v++) {
+      UNROLL_FOR (int v = 0; v < VECTORS; v++) {
         Words<4> x;
         UNROLL_FOR (int y = 0; y < 4; y++) x.x[y] = as_u32(sums.part[v][y]);
-        i32 distance = (lane + v * 32) / 12 + row;
+        i32 distance = (lane + v * 32) / (CHANNELS / 4) + row;
         store_global<4>(to, v * 512, x, distance >= 0 && distance < rows);
       }
       clear(sums);

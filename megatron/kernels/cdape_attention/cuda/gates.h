@@ -24,27 +24,33 @@ struct GateInputs {
 
 template <class G>
 struct GateTerms {
-  // Row vectors of rows g and g + 8 of a row tile, as accumulators.
+  // Row vectors of rows g and g + 8 of a row tile, as accumulators, in STEPS steps of 16 widths.
+  template <int STEPS>
   struct Rows {
-    f32 of[4][4];
+    f32 of[2 * STEPS][4];
   };
-  static KERNEL_CODE void load_rows(Rows& rows, const GateInputs& in, int num_rows, int first_row) {
+  template <int STEPS>
+  static KERNEL_CODE void load_rows(Rows<STEPS>& rows, const GateInputs& in, int num_rows, int first_row,
+                                    int first_step) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     UNROLL_FOR (int r = 0; r < 2; r++) {
       i32 row = minimum(g + (first_row + 8 * r), i32(num_rows - 1));
-      UNROLL_FOR (int step = 0; step < 2; step++) {
-        Words<4> v = load_global<4>(address(in.rows, row * 128 + t * 16), step * 64);
+      Address at = advance(address(in.rows, row * 128 + t * 16), first_step * 64);
+      UNROLL_FOR (int step = 0; step < STEPS; step++) {
+        Words<4> v = load_global<4>(at, step * 64);
         UNROLL_FOR (int x = 0; x < 4; x++) rows.of[2 * step + x / 2][2 * r + x % 2] = as_f32(v.x[x]);
       }
     }
   }
 
-  // Address of the lane's part of the column vectors, from column `first` on.
-  static KERNEL_CODE Address locate_columns(const GateInputs& in, int first) {
-    return advance(address(in.columns, lane_id() % 4 * 16), first * 128ll);
+  // Address of the lane's part of the column vectors, from a column and a step on.
+  static KERNEL_CODE Address locate_columns(const GateInputs& in, int first, int first_step = 0) {
+    return advance(address(in.columns, lane_id() % 4 * 16), first * 128ll + first_step * 64);
   }
-  // Initializes half of the width of the hidden values in the x-th of these columns.
-  static KERNEL_CODE void begin_hidden(f32 (&hidden)[2][4], const Rows& rows, const Address& columns, int x, int step) {
+  // Initializes 16 widths of the hidden values in the x-th of these columns. Both vectors begin at the same step.
+  template <int STEPS>
+  static KERNEL_CODE void begin_hidden(f32 (&hidden)[2][4], const Rows<STEPS>& rows, const Address& columns, int x,
+                                       int step) {
     Words<4> v = load_global<4>(columns, x * 128 + step * 64);
     UNROLL_FOR (int n = 0; n < 2; n++)
       UNROLL_FOR (int y = 0; y < 4; y++) hidden[n][y] = rows.of[2 * step + n][y] + as_f32(v.x[2 * n + y % 2]);
@@ -87,15 +93,14 @@ struct GateSums {
     u32 ones = select(lane_id() / 4 == jj, u32(Element::ONE | Element::ONE << 16), u32(0u));
     Element::multiply(columns.of[m], a, ones, ones);
   }
-  static KERNEL_CODE void store(SharedMemory memory, int warp, const Columns& columns) {
+  static KERNEL_CODE void store(SharedMemory memory, int warp, const Columns& columns, int m) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
-    UNROLL_FOR (int m = 0; m < TILES / 2; m++)
-      UNROLL_FOR (int x = 0; x < 4; x++) {
-        Words<1> v;
-        v.x[0] = as_u32(columns.of[m][x]);
-        const int channel = 16 * m + 8 * (x / 2), column = warp * 8 + x % 2;
-        store_shared<1>(memory, t * (2 * COLUMN_WORDS * 4) + g * 4 + (column * COLUMN_WORDS + channel) * 4, v);
-      }
+    UNROLL_FOR (int x = 0; x < 4; x++) {
+      Words<1> v;
+      v.x[0] = as_u32(columns.of[m][x]);
+      const int channel = 16 * m + 8 * (x / 2), column = warp * 8 + x % 2;
+      store_shared<1>(memory, t * (2 * COLUMN_WORDS * 4) + g * 4 + (column * COLUMN_WORDS + channel) * 4, v);
+    }
   }
   // Adds the sums of a tile's row tiles, and stores them in `table` [programs, columns, 48]. Warps share the columns.
   static KERNEL_CODE void add(SharedMemory memory, int warp, int first_column, void* table, long long program,

@@ -4,9 +4,9 @@
 // columns with 4 warps. If 32 rows of all heads do not fit in shared memory, it processes 16 rows in tiles of 64 or 32
 // columns. Heads are padded to one or two groups of 16, and p = k//2 columns are read to either side.
 //
-// Registers hold the weights of a slice of the processor's width: 16 heads and 32 widths, or 32 heads and 16 widths.
-// The width is padded to whole slices. The processor's contribution to the logits is a sum over its width, so a warp
-// processes one slice after another, and each adds to the sums of the previous ones.
+// Registers hold the weights of a slice of the processor's width: 16 heads and 32 widths, 32 heads and 16 widths, or
+// less with more taps. The width is padded to whole slices. The processor's contribution to the logits is a sum over
+// its width, so a warp processes one slice after another, and each adds to the sums of the previous ones.
 //
 // Two divisions of a tile alternate, with a barrier between them:
 // - by heads: a warp computes the scores of some head pairs for all rows, and for 16 columns (32 columns with 16 rows);
@@ -36,26 +36,30 @@ struct Geometry {
   static constexpr int ROW_TILES = ROW_TILES_, ROWS = 16 * ROW_TILES, RUNS = COLUMNS / 8, WARPS = ROW_TILES * RUNS;
   static constexpr int HEADS = HEADS_, PAIRS = HEADS / 2, WIDTH = WIDTH_;
   static constexpr int HEAD_DIM = HEAD_DIM_, ROW_BYTES = 2 * HEAD_DIM;
-  // A product uses a group of 16 heads, and registers hold the weights of a slice of the width: n-tiles of 8 widths.
-  static constexpr int HEAD_GROUPS = HEADS / 16, N_TILES = 4 / HEAD_GROUPS, SLICES = WIDTH / (8 * N_TILES);
+  // A product uses a group of 16 heads. Weights are stored by parts of the width: four n-tiles of 8 widths, or two with
+  // 32 heads. Registers hold the weights of a slice, which is a part or, with seven taps, half of it.
+  static constexpr int HEAD_GROUPS = HEADS / 16, PART_TILES = 4 / HEAD_GROUPS;
+  static constexpr int N_TILES = TAPS > 5 ? PART_TILES / 2 : PART_TILES, SLICES = WIDTH / (8 * N_TILES);
   static constexpr int QUERY_BYTES = ROWS * HEADS * ROW_BYTES, WARP_ROWS = ROWS / WARPS;
   // With 16 rows, a warp computes scores for two groups of 16 columns at a time.
   static constexpr int GROUPS = 2 / ROW_TILES;
   static_assert(ROW_TILES == 1 || ROW_TILES == 2, "scores are of two row tiles, or of one and twice the columns");
   static_assert(COLUMNS == 16 || COLUMNS == 32 || COLUMNS == 64, "strides in shared memory are for these tiles");
   static_assert(WARPS == 4 || WARPS == 8, "heads are divided among so many");
-  static_assert(HEADS == 16 || HEADS == 32, "a slice's weights are as many for both");
-  static_assert(WIDTH % (8 * N_TILES) == 0, "slices are whole");
-  static_assert(!GATED || (HEADS == 16 && WIDTH == 32), "gates have terms of one slice of one group");
+  static_assert(HEADS == 16 || HEADS == 32, "a part's weights are as many for both");
+  static_assert(WIDTH % (8 * PART_TILES) == 0, "parts are whole");
+  static_assert(!GATED || (HEADS == 16 && WIDTH == 32), "gates have terms of 32 widths of one group");
   static_assert(HEAD_DIM % 16 == 0, "a product takes 16 of a head's dimensions");
 
-  // Loads a convolution's weights: COUNT of the four B fragments of each tap, stored as [taps][4][32 lanes][2].
+  // Loads a slice of a convolution's weights: COUNT B fragments of each tap, stored as [parts][taps][4][32 lanes][2].
   template <int COUNT>
-  static KERNEL_CODE void load_weights(u32 (&weights)[TAPS][COUNT][2], const void* from, int first = 0) {
-    i32 lane = lane_id();
+  static KERNEL_CODE void load_weights(u32 (&weights)[TAPS][COUNT][2], const void* from, int slice) {
+    static_assert(4 % COUNT == 0, "a slice does not cross parts");
+    const int part = slice * COUNT / 4, first = slice * COUNT % 4;
+    Address at = advance(address(from, lane_id() * 8), part * (TAPS * 1024) + first * 256);
     UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
       UNROLL_FOR (int n = 0; n < COUNT; n++) {
-        Words<2> words = load_global<2>(address(from, lane * 8), (tap * 4 + first + n) * 256);
+        Words<2> words = load_global<2>(at, (tap * 4 + n) * 256);
         UNROLL_FOR (int x = 0; x < 2; x++) weights[tap][n][x] = words.x[x];
       }
   }

@@ -25,7 +25,7 @@ struct LogitGradientArgs {
 // KEEPS_DOUT: dO is kept in shared memory. Otherwise it is read together with the values of each tile.
 template <class G, bool KEEPS_DOUT>
 struct DifferentiateSoftmax {
-  typedef Logits<G, true, (G::TAPS > 3 && !KEEPS_DOUT)> L;
+  typedef Logits<G, true, (G::SLICES > 1 || (G::TAPS > 3 && !KEEPS_DOUT))> L;
   typedef typename G::Element Element;
   typedef typename L::R R;
   typedef typename L::S S;

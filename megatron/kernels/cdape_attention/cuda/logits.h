@@ -17,8 +17,8 @@ struct LogitInputs {
   ScoreInputs scores;
   const void* table;  // U, exchange numbers [groups of 8 distances, D/16, 32 lanes, 2, 2, 2], see Tables::Distances
   const void* edge;   // E, float32 [R, p, D]
-  const void* w1;     // B fragments of W1, exchange numbers [slices][k][head groups, n-tiles: 4][32 lanes][2]
-  const void* w2;     // B fragments of W2, exchange numbers [slices][k][k-steps, n-tiles: 4][32 lanes][2]
+  const void* w1;     // B fragments of W1, exchange numbers [parts][k][head groups, n-tiles: 4][32 lanes][2]
+  const void* w2;     // B fragments of W2, exchange numbers [parts][k][k-steps, n-tiles: 4][32 lanes][2]
   const void* bias;   // float32 [H, bias_stride]: entry bias_front + n is added to the logits at distance n
   int table_group;    // group of the distance of row 0 and column p + 7
   int bias_front, bias_stride;  // bias_front + position is a multiple of 4
@@ -45,16 +45,23 @@ struct Logits {
   typedef GateTerms<G> Gates;
   typedef Runs<G, Exchange, BY_ROWS> R;
   static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, COLUMNS = G::COLUMNS, NUM_THREADS = 32 * G::WARPS;
-  // Number of the warp's four heads whose next keys are prefetched into registers while a tile is mixed.
-  static constexpr int KEY_WORDS = G::HEAD_DIM / 4 * G::GROUPS, HELD = KEY_WORDS <= 16 ? 4 : KEY_WORDS <= 32 ? 2 : 1;
+  // With more than three taps, several slices or gates leave fewer registers for keys and scores.
+  static constexpr bool IS_TIGHT = TAPS > 3 && (G::SLICES > 1 || G::GATED);
+  // Number of the warp's four heads whose next keys are prefetched into registers while a tile is mixed: those that fit
+  // in 64 registers, or in 32.
+  static constexpr int KEY_WORDS = G::HEAD_DIM / 4 * G::GROUPS, SPARE = IS_TIGHT ? 32 : 64;
+  static constexpr int HELD = 4 * KEY_WORDS <= SPARE ? 4 : 2 * KEY_WORDS <= SPARE ? 2 : 1;
   static constexpr int MEMORY_BYTES = G::QUERY_BYTES + W::MEMORY_BYTES + R::MEMORY_BYTES;
+  // A run's scores are loaded when they are reached, and again for each slice. Otherwise registers hold all of them.
+  static constexpr bool ROLLS = G::HEAD_GROUPS > 1 || IS_TIGHT;
 
   struct State {
-    u32 w1[TAPS][4][2], w2[TAPS][4][2];  // weights of a slice
+    u32 w1[TAPS][G::HEAD_GROUPS * G::N_TILES][2], w2[TAPS][G::HEAD_GROUPS * G::N_TILES][2];  // weights of a slice
     typename R::Column carry[R::CARRY];
     typename S::Keys keys[HELD];      // keys of the next tile
     typename T::Distances distances;  // U of this tile
-    typename Gates::Rows rows;        // GATED: row vectors of the warp's row tile
+    // GATED: row vectors of the warp's row tile.
+    typename Gates::template Rows<2> rows;
   };
   struct Context {
     LogitInputs in;
@@ -147,13 +154,12 @@ struct Logits {
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
     UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::HAS_PROLOGUE ? -1 : c.tiles.first);
     if constexpr (G::GATED)
-      Gates::load_rows(st.rows, c.in.gates, c.in.scores.rows, c.first_row + 16 * (c.warp / G::RUNS));
+      Gates::load_rows(st.rows, c.in.gates, c.in.scores.rows, c.first_row + 16 * (c.warp / G::RUNS), 0);
   }
 
   static KERNEL_CODE void load_weights(State& st, const Context& c, int slice) {
-    constexpr int SLICE_BYTES = TAPS * 1024;
-    G::load_weights(st.w1, (const char*)c.in.w1 + slice * SLICE_BYTES);
-    G::load_weights(st.w2, (const char*)c.in.w2 + slice * SLICE_BYTES);
+    G::load_weights(st.w1, c.in.w1, slice);
+    G::load_weights(st.w2, c.in.w2, slice);
   }
   // Window of a group of 16 heads.
   static KERNEL_CODE SharedMemory find_window(const Context& c, int group) {
@@ -198,7 +204,7 @@ struct Logits {
     if (EDGE) R::clear(st.carry);
     if (EDGE && run != G::RUNS - 1) return;
     Pixels<EDGE> pixels;
-    if constexpr (G::HEAD_GROUPS == 1)
+    if constexpr (!ROLLS)
       UNROLL_FOR (int x = pixels.BEGIN; x < pixels.COUNT; x++) load_scores(pixels.scores[x], c, row_tile, run, x);
     pixels.hidden_column = first + PADDING + 8 * run;
     if constexpr (BEGINS) {
@@ -208,7 +214,7 @@ struct Logits {
     }
     UNROLL_FOR (int slice = 0; slice < G::SLICES; slice++) {
       if (RELOADS) load_weights(st, c, slice);
-      if (!EDGE && slice > 0) T::load_distances(st.distances, c.in.table, table_group, slice);
+      if (!EDGE && !G::GATED && slice > 0) T::load_distances(st.distances, c.in.table, table_group, slice);
       mix_slice<EDGE, BEGINS>(st, c, pixels, slice);
     }
   }
@@ -253,11 +259,11 @@ struct Logits {
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3c00u), u32(0x3c000000u)), u32(0u));
     u32 slope = u32(0x211f211fu);  // 0.01 twice
     Address columns = Gates::locate_columns(c.in.gates, pixels.hidden_column);
-    if constexpr (G::HEAD_GROUPS > 1)
+    if constexpr (ROLLS)
       UNROLL_FOR (int x = BEGIN; x < BEGIN + KEPT; x++) load_scores(pixels.scores[x], c, row_tile, run, x);
     UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
       const int column = pixels.hidden_column + jj;
-      if constexpr (G::HEAD_GROUPS > 1) load_scores(pixels.scores[jj + KEPT], c, row_tile, run, jj + KEPT);
+      if constexpr (ROLLS) load_scores(pixels.scores[jj + KEPT], c, row_tile, run, jj + KEPT);
       if (!EDGE && slice > 0 && jj % 4 == 0) R::load_stored(before, c.sums, to, 8 * run + jj);
       f32 hidden[G::N_TILES][4];
       if constexpr (EDGE) {
@@ -269,9 +275,9 @@ struct Logits {
             UNROLL_FOR (int x = 0; x < 4; x++) hidden[2 * step + n][x] = part[n][x];
         }
       } else if constexpr (G::GATED) {
-        UNROLL_FOR (int step = 0; step < 2; step++) {
+        UNROLL_FOR (int step = 0; step < T::STEPS; step++) {
           f32 half[2][4];
-          Gates::begin_hidden(half, st.rows, columns, jj, step);
+          Gates::begin_hidden(half, st.rows, columns, jj, slice * T::STEPS + step);
           UNROLL_FOR (int n = 0; n < 2; n++)
             UNROLL_FOR (int x = 0; x < 4; x++) hidden[2 * step + n][x] = half[n][x];
         }

@@ -9,12 +9,13 @@ struct Tables {
   // Bytes of a column and of a row of E.
   static constexpr int COLUMN_BYTES = G::WIDTH * 4, EDGE_BYTES = G::EDGE * COLUMN_BYTES;
 
-  // Loads half of the width of U, float32 [entries, 4 n-tiles, 4, 4], at a column of rows g and g + 8, as accumulators.
+  static constexpr int ENTRY_BYTES = G::WIDTH * 8;
+  // Loads 16 widths of U, float32 [entries, D/8 n-tiles, 4, 4], at a column of rows g and g + 8, as accumulators.
   static KERNEL_CODE void load_entries(f32 (&hidden)[2][4], const Address (&entries)[2], int column, int step) {
     // For each n-tile and t, an entry has the widths of distances n and n + 8. In odd entries, n-tiles 2x and 2x + 1
     // are swapped, which spreads a warp's loads over the banks.
     UNROLL_FOR (int n = 0; n < 2; n++) {
-      Words<4> v = load_global<4>(entries[(n ^ column) & 1], step * 128 - column * 256);
+      Words<4> v = load_global<4>(entries[(n ^ column) & 1], step * 128 - column * ENTRY_BYTES);
       UNROLL_FOR (int x = 0; x < 4; x++) hidden[n][x] = as_f32(v.x[x]);
     }
   }

@@ -82,7 +82,7 @@ struct FragmentWindow {
   // A fragment is a unit of 16 bytes. Units of adjacent rows are adjacent. Units of columns that are four apart, and of
   // pairs, are two banks of 16 bytes apart. Accesses by rows and pairs, and by rows and columns, have no bank
   // conflicts.
-  static constexpr int FIRST = 4, QUADS = G::COLUMNS / 4 + 1;
+  static constexpr int FIRST = G::PADDING > 2 ? 8 : 4, QUADS = (G::COLUMNS + FIRST) / 4;
   static constexpr int QUAD_BYTES = 10 * 16, COLUMN_BYTES = QUADS * QUAD_BYTES, PAIR_BYTES = 4 * COLUMN_BYTES + 2 * 16;
   static constexpr int ROW_TILE_BYTES = 4 * PAIR_BYTES, GROUP_BYTES = G::ROW_TILES * ROW_TILE_BYTES;
   static constexpr int MEMORY_BYTES = G::HEAD_GROUPS * GROUP_BYTES;  // one window for each group of 16 heads
