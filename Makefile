@@ -148,7 +148,8 @@ test-fast: setup-dev
 # Tests that use other libraries, with other versions: make test-with VERSIONS='torch==2.12.0 transformers==5.0.0'.
 VENV_WITH := .venv-with
 VERSIONS :=
-OLDEST := torch==2.11.0 triton==3.6.0 transformers==4.57.6
+# Triton 3.6 interprets kernels only with NumPy before 2.4.
+OLDEST := torch==2.11.0 triton==3.6.0 transformers==4.57.6 numpy==2.3.5
 NAMES = $(shell sed -n 's/^\([a-zA-Z][a-zA-Z0-9_.-]*\)[=<>].*/\1/p' requirements.txt requirements-eval.txt requirements-dev.txt)
 test-with: setup-dev
 	@test -d $(VENV_WITH) || echo "downloading about 3 GB, once, and needing 7 GB of disk in $(VENV_WITH)"

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megatron.kernels.compile import BUDGETED_TRITON
 from megatron.rehearsal.null_device.environment import build_environment, get_gpu_model
 from megatron.rehearsal.null_device.recorder import load_library, read_counters, read_kernels
 
@@ -98,6 +99,7 @@ def test_a_block_that_exceeds_the_card_fails() -> None:
     assert driver.cuFuncSetAttribute(function, dynamic_shared, 100_000) == 0
     assert launch(128, 100_000) == 0
     assert driver.cuFuncSetAttribute(function, dynamic_shared, limit + 1) == invalid
+    assert driver.cuFuncSetAttribute(function, 17, 3) == invalid  # more shared memory than an H100 has
     assert driver.null_device_check_launch(1, 1, 1, 256, 1, 1, ctypes.c_size_t(0), 255) == 0
     assert driver.null_device_check_launch(1, 1, 1, 512, 1, 1, ctypes.c_size_t(0), 255) == 1
 
@@ -143,7 +145,9 @@ q, k, v = (x.permute(1, 2, 0, 3) for x in joined.split(80, dim=-1))
 biased_attention(q, k, v).sum().backward()
 print(list_miscompiled_kernels())
 """
-    assert _run(build_environment(get_gpu_model("h100")), code) == ("[]\n" if stages == 2 else "['_bwd_dq_kernel']\n")
+    is_miscompiled = stages == 1 and triton.__version__ == BUDGETED_TRITON  # that of 3.9 has another ptxas
+    expected = "['_bwd_dq_kernel']\n" if is_miscompiled else "[]\n"
+    assert _run(build_environment(get_gpu_model("h100")), code) == expected
 
 
 def test_expandable_segments_are_counted() -> None:
@@ -159,7 +163,8 @@ try:
 except torch.cuda.OutOfMemoryError:
     print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
 from tests.cuda.test_null_device import _add_kernel
-_add_kernel[(1,)](x, x, 128, BLOCK=128)  # Triton asks the driver whose memory it is
+# Triton asks the driver whose memory it is, and version 3.9 for the default of an option.
+_add_kernel[(1,)](x, x, 128, BLOCK=128, enable_fp_fusion=True)
 del x
 torch.cuda.empty_cache()
 assert torch.cuda.mem_get_info()[0] >= free

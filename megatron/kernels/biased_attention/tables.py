@@ -23,7 +23,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 MARGIN = tl.constexpr(512)
 """Number of zero entries before and after an arranged table, so that tiles at its ends need no mask."""
 _ARRANGE_BLOCK = {"BLOCK": 512}
-_ARRANGE_OPTIONS = {"num_warps": 4}
+_ARRANGE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 class Tables(NamedTuple):

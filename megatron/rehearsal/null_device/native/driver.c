@@ -216,6 +216,8 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
     struct kernel *kernel = (struct kernel *)function;
+    /* Triton 3.9 tries an attribute of later GPUs, and raises the limit of shared memory only if that is an error. */
+    if (attribute > CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE) return CUDA_ERROR_INVALID_VALUE;
     if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_SUCCESS;
     if (value + kernel->shared > null_device_card()->block_shared) return CUDA_ERROR_INVALID_VALUE;
     kernel->dynamic_shared = value;
