@@ -132,7 +132,7 @@ MISTAKES = {
     ("train", "train_iters", "=5", "tiny"): "train_iters =5: write key=value without spaces: train_iters=5",
     ("train", "tiny", "train_iters=-1"): "command line: train_iters is -1; it must be at least 1",
     ("train", "tiny", "num_layers="): "command line: num_layers is empty; write num_layers=VALUE, or num_layers=null",
-    ("train", "tiny", "train_iters=0"): "command line: train_iters, the number of optimizer steps, is 0; expected at",
+    ("train", "tiny", "train_iters=0"): "command line: train_iters, the number of optimizer steps, is 0; it must be at",
     ("train", "tiny", "device=cuda"): "command line: device is cuda, but this machine has no CUDA device",
     ("train", "tiny", "harness.metadata.tokenizer=x"): "is set as a whole: harness.metadata='{tokenizer: x}'",
     ("train", "tiny", "harness.tasks=pqia"): "command line: harness.tasks: unknown task 'pqia'; did you mean",

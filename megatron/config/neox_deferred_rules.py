@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from megatron.config.config_layers import ConfigLayers, SourcedValue
@@ -28,7 +27,7 @@ class MethodOption(NamedTuple):
     option: str
     divisor_key: str | None = None
     """Key whose value divides the option's, or None."""
-    implied: Mapping[str, Any] = MappingProxyType({})
+    implied: Mapping[str, Any] = {}  # never changed; picklable, unlike MappingProxyType
     """Keys implied by the project that has the key, set unless a file sets them."""
 
     def describe(self, key: str, code: str = "") -> str:

@@ -104,7 +104,7 @@ def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> 
         if not (1 <= length < MAX_EVALUATION_LENGTH and math.floor(length) == length):
             raise UserError(
                 f"multiples: {multiple:g}x is {length:.6g} tokens at the training length {train_lengths[0]:,}; "
-                "expected a whole number of tokens"
+                "it must be a whole number of tokens"
             )
         lengths.add(int(length))
     return tuple(sorted(lengths))

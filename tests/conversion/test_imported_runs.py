@@ -43,7 +43,7 @@ def test_an_imported_configuration_lacks_training_keys(run: Path) -> None:
     with pytest.raises(UserError, match="no data to train on"):
         resolve_run(config, LocalHardware(0, 2))
     with pytest.raises(
-        UserError, match=r"train_iters, the number of optimizer steps, is missing or 0; it must be at least 1"
+        UserError, match=r"train_iters, the number of optimizer steps, is missing; it must be at least 1"
     ):
         resolve_run(config.replace(train_data_paths=["x"]), LocalHardware(0, 2))
 
