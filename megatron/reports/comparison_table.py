@@ -161,6 +161,11 @@ class ComparisonTable:
         return _aggregate_changes(self.metric, changes, self.max_seeds) if changes else None
 
     @property
+    def results(self) -> tuple[Record | RunFailure, ...]:
+        """Records and failed runs."""
+        return (*self.records, *self.failures)
+
+    @property
     def protocol_description(self) -> str:
         """Description of the scored tokens, for titles."""
         return f"protocol {self.protocol}" + ("" if self.targets is None else f", {self.targets:,} tokens per window")

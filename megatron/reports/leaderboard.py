@@ -18,7 +18,6 @@ from megatron.reports.leaderboard_benchmarks import (
     rank_methods,
 )
 from megatron.reports.metrics import format_percent
-from megatron.reports.records import Record, RunFailure
 from megatron.reports.significance import (
     SIGNIFICANCE_LEVEL,
     MethodComparison,
@@ -92,10 +91,7 @@ class LeaderboardReport:
     def __init__(self, leaderboard: Leaderboard, tables: Sequence[ComparisonTable]) -> None:
         self.leaderboard = leaderboard
         plan = leaderboard.plan
-        results: list[Record | RunFailure] = []
-        for table in tables:
-            results += [*table.records, *table.failures]
-        self.missing = {} if plan is None else plan.list_missing_runs(results)
+        self.missing = {} if plan is None else plan.list_missing_runs(r for table in tables for r in table.results)
         """Benchmark → method → seeds without a result; empty if nothing is missing."""
         unfinished = [table for table in tables if plan and plan.find_table_benchmark(table) in self.missing]
         self.ranked_benchmarks = build_ranked_benchmarks([table for table in tables if table not in unfinished])
