@@ -191,6 +191,8 @@ GATE_POINTERS = {
     "exchanged_ptr": "*fp16",
 }
 """Types of the pointers of kernels for gates; weights have the compute type."""
+GATE_SPILL_BUDGETS = {("gate_gradients", 3): 8, ("gate_operands", 1): 8}
+"""Spill budgets with documents, in bytes: outside of products, the first on sm_80, the second on sm_90."""
 
 
 def _build_gate_config(name: str, kernel_size: int = 3, *, documents: bool = False) -> KernelConfig:
@@ -215,7 +217,7 @@ def _build_gate_config(name: str, kernel_size: int = 3, *, documents: bool = Fal
         constants = constants | dict.fromkeys(("w2_ptr", "index_ptr", "exchanged_ptr", "plain_ptr"))
     signature = {x: GATE_POINTERS.get(x, "*bf16" if x.endswith("ptr") else "i32") for x in names if x not in constants}
     suffix = " documents" if documents else ""
-    budget = 8 if name == "gate_gradients" and documents else SPILL_BUDGET  # sm_80, outside of products
+    budget = GATE_SPILL_BUDGETS.get((name, kernel_size), SPILL_BUDGET) if documents else SPILL_BUDGET
     return KernelConfig(
         f"{name}{suffix} k={kernel_size}", kernel, signature, constants, tile.options, spill_budget=budget
     )
@@ -263,8 +265,9 @@ def list_configurations() -> Iterator[KernelConfig]:
     for add in (False, True):
         yield _build_sums_config(add=add)
     for name in ("gate_operands", "gate_gradients"):
-        for kernel_size, documents in ((3, False), (3, True), (1, False)):
-            yield _build_gate_config(name, kernel_size, documents=documents)
+        for kernel_size in (1, 3, 5, 7):
+            for documents in (False, True):
+                yield _build_gate_config(name, kernel_size, documents=documents)
     yield _build_gate_config("gate_weights")
     yield _build_attend_config("attend_fwd", 64, "bf16", DECODE_ROWS)
     yield _build_head_tile_config("scores", 12, 64, "bf16", DECODE_ROWS)

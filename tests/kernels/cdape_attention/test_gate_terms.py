@@ -50,6 +50,8 @@ CASES = [
     Case(batch=2, heads=3, width=4, rows=72, starts=(0, 3, 4, 41), window=35, origin=-12_345.0),
     Case(heads=10, width=9, taps=1, rows=40, window=1),
     Case(rows=8, taps=1),
+    Case(batch=2, heads=9, width=17, taps=5, rows=48, window=6, starts=(0, 3, 4, 41), chunk=24),
+    Case(taps=7, rows=40, offset=8, window=35, chunk=24, origin=12_345.0),
 ]
 
 
@@ -188,7 +190,7 @@ def test_gradients_are_those_of_the_whole_map(case: Case, device: torch.device) 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_fragments_are_those_of_packed_weights(dtype: torch.dtype, device: torch.device) -> None:
-    for case in (CASES[0], CASES[4], CASES[6]):
+    for case in (CASES[0], CASES[4], *CASES[6:]):
         layer = Layer(case, device)
         w1, b1, w2, b2 = (x.detach().float() for x in (layer.w1 * 40_000, layer.b1, layer.w2 * 40_000, layer.b2))
         bias = GateBias(layer.row.detach(), layer.key.detach(), w1, b1, w2, is_residual=True)
