@@ -117,7 +117,7 @@ class ExportOptions(ConfigSection):
     license: str | None = config_field(None, "license of the weights for the model card: apache-2.0, …")
     overwrite: bool = config_field(False, "replace an existing export; with --refresh, also edited code")
     refresh: bool = config_field(
-        False, "update the code of an existing export, given instead of RUN and DIR; its weights do not change"
+        False, "update the code of an existing export, given instead of RUN; its weights do not change"
     )
 
 
