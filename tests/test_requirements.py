@@ -138,7 +138,10 @@ def test_make_keeps_an_environment_that_is_complete(tmp_path: Path) -> None:
         (tmp_path / "shared" / name).touch()
         os.utime(tmp_path / "shared" / name, (0, 0))
     made = subprocess.run(
-        ["make", "--no-print-directory", "setup-dev", f"PYTHON={sys.executable}"], cwd=tmp_path, capture_output=True, text=True
+        ["make", "--no-print-directory", "setup-dev", f"PYTHON={sys.executable}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert (made.returncode, made.stdout) == (0, ""), made.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
