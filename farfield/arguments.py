@@ -116,7 +116,7 @@ def to_paths(name: str, value: Any) -> list[str]:
 def to_run_paths(value: Any) -> list[str]:
     """Return the paths of at least one run. Raises UserError as `to_paths` does."""
     if not (paths := to_paths("runs", value)):
-        raise UserError("runs is empty; it must be at least one run folder")
+        raise UserError("runs is empty; give at least one run folder")
     return paths
 
 

@@ -84,7 +84,8 @@ class Command(TyperCommand):
             else:
                 continue
             if name not in EMPTY_OPTIONS:
-                hint = "; write --prompt '' for an empty text" if "--prompt" in flags and name == "an argument" else ""
+                option = max(flags.intersection(EMPTY_OPTIONS), key=len, default=None)
+                hint = f"; write {option} '' for an empty text" if option and name == "an argument" else ""
                 raise UserError(f"{name} is empty; give a value or omit it{hint}")
         return super().parse_args(ctx, args)
 

@@ -30,7 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, AttentionFormula, get_gate_sum, reads_whole_table
+from megatron.attention.backends.backend import (
+    AttentionBackend,
+    AttentionFormula,
+    get_gate_sum_function,
+    reads_whole_table,
+)
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.query_rows import PrecedingRows, QueryRows, describe_query_rows, scale_queries
 from megatron.attention.reference import compute_table_of_ranges, sum_gates
@@ -329,7 +334,7 @@ class PositionedAttention(MegatronModule):
         processor_terms: Any,
         above: PrecedingRows | None,
     ) -> Tensor:
-        row_bias, key_bias = get_gate_sum(self.backend, sum_gates)(gates, segment.tokens.length)
+        row_bias, key_bias = get_gate_sum_function(self.backend, sum_gates)(gates, segment.tokens.length)
         inputs = AttentionInputs(
             q=q,
             k=k,

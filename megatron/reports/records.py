@@ -331,10 +331,10 @@ def read_records(path: str | Path) -> list[Record]:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except ValueError as error:
         if not text.strip():
-            raise UserError(f"{path}: the file is empty; it must be a list of records") from error
+            raise UserError(f"{path}: the file is empty; it must contain a list of records") from error
         raise UserError(f"{path}: not JSON ({error})") from error
     if not isinstance(content, list):
-        raise UserError(f"{path}: it must be a list of records, not {_get_json_type_name(content)}")
+        raise UserError(f"{path}: it must contain a list of records, not {_get_json_type_name(content)}")
     return [_parse_record(path, index, item) for index, item in enumerate(content, start=1)]
 
 
@@ -441,7 +441,7 @@ def read_failures(results_path: Path) -> list[RunFailure]:
     try:
         rows: Any = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(rows, list):
-            raise TypeError("it must be a list of objects")
+            raise TypeError("it is not a list of objects")
         return [RunFailure(**row) for row in rows]
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not a list of failed runs ({error})") from error

@@ -137,7 +137,7 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
         (lambda model: farfield.analyze("x", lengths=[0]), "item 1 of lengths is 0; it must be at least 1"),
         (lambda model: farfield.train(["x.yml"]), "item 1 of files is ['x.yml']; it must be a path"),
         (lambda model: farfield.evaluate(), "evaluate: missing a required argument: 'runs'"),
-        (lambda model: farfield.evaluate([]), "runs is empty; it must be at least one run folder"),
+        (lambda model: farfield.evaluate([]), "runs is empty; give at least one run folder"),
         (lambda model: farfield.evaluate("x", multiples=[2, 0]), "item 2 of multiples is 0; it must be greater than 0"),
         (lambda model: farfield.load("x", divice="cpu"), "load: there is no argument divice; did you mean device?"),
         (lambda model: farfield.sweep(), "name the files of the sweep"),

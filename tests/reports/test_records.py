@@ -118,9 +118,9 @@ def test_a_change_is_judged_by_its_interval(change: float, ends: tuple[float, fl
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "it must be a list of records, not an object"),
+        ("{}", "it must contain a list of records, not an object"),
         ("[1]", "record 1: it must be an object, not a number"),
-        ("\n", "the file is empty; it must be a list of records"),
+        ("\n", "the file is empty; it must contain a list of records"),
         ("[{]", "not JSON"),
         ("[" * 100_000, "not JSON"),
         (json.dumps([MINIMAL, {**MINIMAL, "lenght": 1}]), "record 2: unknown field lenght; did you mean length?"),

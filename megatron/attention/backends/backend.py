@@ -191,7 +191,7 @@ MIN_ROWS_SAVED = 128
 """Minimum number of rows per saved block without a processor. Smaller blocks are slower."""
 
 
-def get_gate_sum(backend: Any, default: Callable[..., Any]) -> Callable[..., Any]:
+def get_gate_sum_function(backend: Any, default: Callable[..., Any]) -> Callable[..., Any]:
     """Return the backend's function for running sums of gates (`reference.sum_gates`), or `default` if it has none."""
     found: Callable[..., Any] = getattr(backend, "sum_gates", default)
     return found

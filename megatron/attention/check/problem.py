@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.backends.backend import AttentionBackend, AttentionFormula, compute_document_masks, get_gate_sum
+from megatron.attention.backends.backend import (
+    AttentionBackend,
+    AttentionFormula,
+    compute_document_masks,
+    get_gate_sum_function,
+)
 from megatron.attention.check.float64_reference import (
     PARAMETER_PREFIXES,
     ROWS_PER_RANGE,
@@ -171,11 +176,10 @@ class CheckProblem:
         query = self.segments[segment]
         document_starts = None
         if self.documents is not None:
-            starts = self.documents.starts[:, query.start : query.stop]
-            document_starts = starts.to(device=self.device, dtype=torch.int32)
+            document_starts = self.documents.starts[:, query.start : query.stop].to(self.device, torch.int32)
         gates = self._compute_gates(self.encoding, self._score_heads)
         own_gates = None if gates is None else gates[..., : query.stop]
-        row_bias, key_bias = get_gate_sum(compute, sum_gates)(own_gates, query.length)
+        row_bias, key_bias = get_gate_sum_function(compute, sum_gates)(own_gates, query.length)
         return AttentionInputs(
             q=q,
             row_bias=row_bias,
@@ -258,7 +262,7 @@ class CheckProblem:
         """Compute the output of some rows of all sequences, each document separately, with changed inputs."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, segment: Segment) -> Tensor:
-            row_bias, key_bias = get_gate_sum(compute, sum_gates)(gates, segment.tokens.length)
+            row_bias, key_bias = get_gate_sum_function(compute, sum_gates)(gates, segment.tokens.length)
             inputs = AttentionInputs(
                 q=q,
                 k=k,

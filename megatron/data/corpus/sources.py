@@ -141,7 +141,9 @@ def scan_sources(
             files.append(describe_source_file(path))
         else:
             check_reachable(path)
-            raise UserError(f"{path}: no such file or folder (it must be a file, a folder, `python` or `shakespeare`)")
+            raise UserError(
+                f"{path}: no such file or folder; a source is a file, a folder, hf:NAME, `python` or `shakespeare`"
+            )
     if hf_split is not None and not has_dataset:
         raise UserError(f"hf_split: {hf_split}: no source is a Hugging Face dataset (hf:NAME or saved on disk)")
     if column is not None and all(file.format in ("text", "python") for file in files):

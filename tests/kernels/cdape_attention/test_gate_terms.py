@@ -42,6 +42,9 @@ class Case:
     """Number added to the row terms and subtracted from the column terms."""
 
 
+FLOAT32, FLOAT64 = 2.0**-24, 2.0**-53
+"""Largest relative errors of rounding to these types."""
+
 CASES = [
     Case(batch=2, heads=9, width=17, origin=12_345.0),
     Case(rows=24, offset=48, chunk=16, is_residual=False),
@@ -120,28 +123,31 @@ def test_terms_are_those_of_the_whole_map(case: Case, device: torch.device) -> N
     layer = Layer(case, device)
     expected, exceptions, regular = layer.convolve().detach(), layer.find_exceptions(), layer.list_regular()
     p, front, fragments = layer.padding, MAX_TILE_COLUMNS, None
+    # In float64, n = k · H products of sums of two terms of the origin's size err by at most n² of its roundings.
+    origin_error = (case.taps * case.heads) ** 2 * FLOAT64 * (abs(case.origin) + 9)
     for chunk in list_chunks(layer.problem, case.chunk):
         with launch_context(layer.row):
             found = build_gate_operands(layer.problem, layer.bias, chunk, fragments)
         fragments, rows = found.fragments, slice(chunk.first, chunk.last)
         inside = slice(chunk.left, chunk.right + p)
         columns = found.columns[:, front : front + chunk.right - chunk.left + p]
-        hidden = (found.rows[:, :, None] + columns[:, None])[..., : case.width].double()
+        hidden = (found.rows.double()[:, :, None] + columns.double()[:, None])[..., : case.width]
         is_regular = regular[:, rows, inside, None]
-        torch.testing.assert_close(
-            hidden * is_regular, expected[:, rows, inside] * is_regular, rtol=1e-5, atol=1e-5 * 20
-        )
+        # Both terms are rounded to float32. They are relative to the first row, so the origin adds no error to them.
+        bound = FLOAT32 * float(found.rows.abs().max() + columns.abs().max())
+        error = (hidden - expected[:, rows, inside]) * is_regular
+        assert error.abs().max() <= bound + origin_error
         assert not columns[..., case.width :].any()
         assert not found.columns[:, :front].any()
         if p:
             place, is_kept = (x[:, rows] for x in exceptions)
             of_map = expected[:, rows].gather(2, place.clamp(min=0)[..., None].expand(-1, -1, -1, case.width))
             edge = found.edge[..., : case.width].double() * is_kept[..., None]
-            torch.testing.assert_close(edge, of_map * is_kept[..., None], rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(edge, of_map * is_kept[..., None], rtol=FLOAT32, atol=origin_error)
         bias = found.bias[:, : case.heads, front : front + chunk.right - chunk.left].double()
         origin = layer.row[:, :, chunk.first : chunk.first + 1].detach() * case.is_residual
         terms = layer.key[:, :, chunk.left : chunk.right].detach() * case.is_residual + origin
-        torch.testing.assert_close(bias, terms, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(bias, terms, rtol=FLOAT32, atol=origin_error)
         assert not found.bias[:, case.heads :].any()
 
 
@@ -181,11 +187,15 @@ def test_gradients_are_those_of_the_whole_map(case: Case, device: torch.device) 
     torch.testing.assert_close(found.w1[:, : case.heads], scores, rtol=0, atol=0)
     torch.testing.assert_close(found.w2, w2, rtol=0, atol=0)
     assert not found.b2.any()
+    # Sums of n terms in float64 err by at most n roundings of the sum of their sizes, in both orders.
+    size = float(upstream.abs().max()) * float(layer.w1.abs().max())
+    count = case.taps * case.width * max(case.rows, layer.columns)
     for mine, true in zip(found[:2], expected[:2], strict=True):
-        torch.testing.assert_close(mine, true, rtol=1e-11, atol=1e-9)
-    largest = 1e-12 * max(abs(case.origin), 1.0) * case.rows * layer.columns
-    torch.testing.assert_close(found.w1[:, case.heads :], expected[2][:, case.heads :], rtol=1e-11, atol=largest)
-    torch.testing.assert_close(found.b1, expected[3], rtol=1e-11, atol=1e-9)
+        torch.testing.assert_close(mine, true, rtol=0, atol=2 * count**2 * FLOAT64 * size)
+    count, size = case.rows * layer.columns, float(upstream.abs().max()) * (2 * abs(case.origin) + 9)
+    largest = 2 * count**2 * FLOAT64 * size
+    torch.testing.assert_close(found.w1[:, case.heads :], expected[2][:, case.heads :], rtol=0, atol=largest)
+    torch.testing.assert_close(found.b1, expected[3], rtol=0, atol=0)  # sums of small integers
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
