@@ -71,10 +71,9 @@ def test_a_deleted_folder_ends_the_run_and_is_not_recreated(
     def take_folder_away(phase: str, step: int) -> None:
         if step != 1 or phase != "data":
             return
+        run.rename(moved)  # one step: TensorBoard's thread may open its file by its path again during a removal
         if change == "removed":
-            shutil.rmtree(run)
-        else:
-            run.rename(moved)
+            shutil.rmtree(moved)
         if change == "replaced":
             run.mkdir()
 
