@@ -88,6 +88,7 @@ def test_stated_training_settings_match_papers_and_configurations(name: str) -> 
 SWEEPS = [
     ["quickstart"],
     ["quickstart", "zoo"],
+    ["quickstart", "zoo_3m"],
     ["evidence"],
     *(["small", name] for name in EXPERIMENTS),
     *([path.stem] for path in sorted((ROOT / "configs/task").glob("*.yml")) if path.stem != "chomsky_paper"),
