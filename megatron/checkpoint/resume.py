@@ -40,9 +40,10 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import (
     load_finetuned_weights,
 )
+from megatron.config.execution import build_stages
 from megatron.config.load import read_config
 from megatron.config.schema import Config
-from megatron.config.stages import Stage, build_stages, find_stage, find_writing_stage
+from megatron.config.stages import Stage, find_stage, find_writing_stage
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.position import PositionOptions

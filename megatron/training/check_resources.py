@@ -18,13 +18,13 @@ several stages, every remaining stage is checked. `check_resources: false` turns
 """
 
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.layout import list_checkpoints, parse_step, resolve_checkpoint_path
+from megatron.config.execution import ResolvedRun, build_stages
 from megatron.config.schema import Config
-from megatron.config.stages import Stage, build_stages
 from megatron.data.load_tokenizer import find_vocab_size
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import ParallelSizes
@@ -49,24 +49,21 @@ MIN_VOCAB_SIZE = 1
 START_ANYWAY_HINT = "set check_resources=false to start anyway"
 
 
-def check_memory(
-    config: Config, stages: Sequence[Stage], hardware: LocalHardware, sizes: ParallelSizes, *, ranks_on_node: int
-) -> Iterator[str]:
+def check_memory(resolved: ResolvedRun, hardware: LocalHardware, *, ranks_on_node: int) -> Iterator[str]:
     """Reject a configuration that cannot fit in memory. Yield a note if it is planned to nearly fill a GPU.
 
     Args:
-        config: resolved configuration.
-        stages: stages of the run, or those that it names if the number of steps of its epochs is not known yet.
+        resolved: run whose number of processes is known.
         hardware: hardware of this machine; unknown values are not checked.
-        sizes: mesh of the run.
         ranks_on_node: number of processes on this machine.
 
     Raises:
         UserError: if memory is too small; the message gives the bytes needed and available.
     """
+    config, stages, sizes = resolved.config, resolved.stages, resolved.get_sizes()
     if not config.launch.check_resources or (hardware.memory is None and hardware.gpu_memory is None):
         return
-    vocab_size, start = find_vocab_size(config.data) or MIN_VOCAB_SIZE, find_start_step(config.checkpoint)
+    start, vocab_size = find_start_step(config.checkpoint), find_vocab_size(config.data) or MIN_VOCAB_SIZE
     for stage in stages:
         if stage.end_step <= start and stage is not stages[-1]:
             continue

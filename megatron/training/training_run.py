@@ -22,10 +22,10 @@ from megatron.checkpoint.layout import get_run_of_checkpoint, prune_checkpoints
 from megatron.checkpoint.resume import ResumePlan, archive_discarded_checkpoints
 from megatron.checkpoint.run_folder import RunLock, save_config
 from megatron.checkpoint.trainer_state import Stateful, TrainerState
-from megatron.config.execution import resolve_mesh_shape
+from megatron.config.execution import build_stages, resolve_mesh_shape
 from megatron.config.method_names import compute_user_method_digests
 from megatron.config.schema import Config
-from megatron.config.stages import Stage, build_stages, find_stage
+from megatron.config.stages import Stage, find_stage
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.document_starts import draw_document_starts
 from megatron.data.load_tokenizer import Vocabulary, save_tokenizer
