@@ -40,24 +40,21 @@ class ResolvedRun:
 
     config: Config
     """Configuration with device, backend, processes, ZeRO stage, batch sizes, and the end of every stage as a step."""
-    sizes: ParallelSizes | None
-    """Mesh of all processes, or None if a dry run cannot determine their number; batch sizes are then as given."""
-    stages: tuple[Stage, ...] = ()
-    """Stages of the run, or none without a mesh. While the number of steps of `train_epochs` is unknown, the stages are
-    all that the configuration names.
-    """
+    sizes: ParallelSizes
+    """Mesh of all processes."""
+    stages: tuple[Stage, ...]
+    """Stages of the run. While the number of steps of `train_epochs` is unknown, all that the configuration names."""
     notes: tuple[str, ...] = ()
     """Lines for the user."""
+    open_config: Config | None = None
+    """Configuration with batch sizes as given, if a dry run cannot determine the number of processes. The other fields
+    then assume one that fits the batch sizes.
+    """
 
     @property
     def world_size(self) -> int | None:
         """Number of processes on all machines, or None if a dry run cannot determine it."""
-        return None if self.sizes is None else self.sizes.world_size
-
-    def get_sizes(self) -> ParallelSizes:
-        """Return the mesh of a run whose number of processes is known."""
-        assert self.sizes is not None, "only a dry run may leave the number of processes open"
-        return self.sizes
+        return self.sizes.world_size if self.open_config is None else None
 
 
 def resolve_config(config: Config, world_size: int | None, **machine_keys: Any) -> ResolvedRun:
@@ -77,9 +74,8 @@ def resolve_config(config: Config, world_size: int | None, **machine_keys: Any) 
         machine_keys["zero_optimization"] = zero.model_dump(exclude_unset=True)
         precision = config.training.compute_dtype
         notes = (f"zero_optimization.stage 1 instead of 0: {precision} with a sharded model needs ZeRO",)
-    if world_size is None:
-        return ResolvedRun(config.replace(**machine_keys), None, notes=notes)
-    sizes = resolve_mesh_shape(config, world_size)
+    open_config = config.replace(**machine_keys) if world_size is None else None
+    sizes = resolve_mesh_shape(config, world_size or _assume_world_size(config))
     config = config.replace(**machine_keys, **resolve_batch_sizes(config, sizes.data))
     if config.training.stages:
         config = config.replace(**_resolve_stage_ends(config))
@@ -87,7 +83,16 @@ def resolve_config(config: Config, world_size: int | None, **machine_keys: Any) 
     if training.stages and not training.train_iters:
         last = max(int(entry.get(UNTIL, 0)) for entry in training.stages)
         known = config.replace(train_iters=last + 1, train_epochs=None)
-    return ResolvedRun(config, sizes, build_stages(known), notes)
+    return ResolvedRun(config, sizes, build_stages(known), notes, open_config)
+
+
+def _assume_world_size(config: Config) -> int:
+    """Return the number of processes implied by the batch sizes, or that of one replica if they leave it open."""
+    training, replicas = config.training, 1
+    if set(BATCH_SIZES) <= training.model_fields_set:
+        product = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
+        replicas = max(1, (training.train_batch_size or 0) // product)
+    return config.launch.ranks_per_replica * replicas
 
 
 def resolve_mesh_shape(config: Config, world_size: int) -> ParallelSizes:

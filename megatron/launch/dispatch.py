@@ -92,20 +92,20 @@ def _launch_training(
     config, launch = loaded.config, loaded.config.launch
     rank_info = None if launch_context is None else launch_context.rank_info
     is_main = rank_info is None or rank_info.rank == 0
-    job, hosts = None, None
+    is_job = uses_slurm(launch)
+    hosts = ssh_launcher.read_hostfile(launch) if not is_job and rank_info is None and uses_ssh(launch) else None
 
     # Loading has validated the configuration. Resolve it for the machines that train, check the start, and launch.
-    if uses_slurm(launch):
-        resolved = resolve_remote_run(config)
-        job, machines = slurm.build_training_job(config), slurm.check_job_environment(launch)
-    elif rank_info is None and uses_ssh(launch):
-        hosts = ssh_launcher.read_hostfile(launch)
-        resolved = resolve_remote_run(config, ssh_launcher.assign_ranks(hosts)[0][0])
+    if is_job or hosts is not None:
+        resolved = resolve_remote_run(config, None if hosts is None else ssh_launcher.assign_ranks(hosts)[0][0])
         machines = TrainingMachines(is_here=False, shares_files=False, shares_python=False)
     else:
         hardware = hardware or LocalHardware.detect()
         resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
         machines = TrainingMachines(is_here=resolved.config.launch.device == "cpu" or hardware.num_gpus > 0)
+    job = None
+    if is_job:
+        job, machines = slurm.build_training_job(config), slurm.check_job_environment(launch)
 
     if dry_run or job is not None:
         if not is_main:
@@ -151,11 +151,11 @@ def _print_dry_run(
         print_notes((*resolved.notes, *more))
         check_writable("save", job.folder)
         print(slurm.render_batch_script(job), end="")
-    elif check.machines.shares_files and resolved.world_size is not None:
+    elif check.machines.shares_files and resolved.open_config is None:
         print(check.config.to_yaml(), end="")
         print_notes((*resolved.notes, *check.data_notes, *_describe_stages(check), *more))
     else:
-        print(resolved.config.to_yaml(), end="")
+        print((resolved.open_config or resolved.config).to_yaml(), end="")
         print_notes((*resolved.notes, *more))
 
 

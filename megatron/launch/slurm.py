@@ -213,8 +213,8 @@ def submit_job(job: SlurmJob) -> str:
     """
     if shutil.which("sbatch") is None:
         raise UserError("launcher slurm: sbatch not found; submit on a login node, or print the script with --dry-run")
-    created = make_folder("save", job.folder)
     files = {job.folder / name: text for name, text in (*job.files, (SCRIPT, render_batch_script(job)))}
+    created = make_folder("save", job.folder)
     before = {path: path.read_bytes() for path in files if path.is_file()}
     if before and SIGNATURE.encode() not in before.get(job.folder / SCRIPT, b""):
         raise UserError(

@@ -137,7 +137,7 @@ def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[
 def _build_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout:
     check_config(config)
     resolved = resolve_config(config, cluster.num_gpus)
-    planned, sizes = plan_model(resolved.config), resolved.get_sizes()
+    planned, sizes = plan_model(resolved.config), resolved.sizes
     memory = estimate_memory(planned, sizes, vocab_size, gpu_bytes=cluster.gpu_bytes)
     return ParallelLayout(planned, sizes, memory, vocab_size, cluster)
 

@@ -309,7 +309,7 @@ def _plan_stages(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
     fitted = fit_config_to_cluster(cluster, config)
     try:
         resolved = resolve_config(fitted, cluster.num_gpus)
-        stages, sizes = resolved.stages, resolved.get_sizes()
+        stages, sizes = resolved.stages, resolved.sizes
         largest = find_largest_stage(stages, sizes, vocab_size, cluster.gpu_bytes)
         rows = []
         for stage in stages:

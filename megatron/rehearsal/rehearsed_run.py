@@ -234,7 +234,7 @@ def plan_rehearsal(
     config = config.replace(**keys, nodes=nodes)
     check_config(config)
     resolved = resolve_remote_run(config, gpu_memory=gpu_memory)
-    config, sizes, stages = resolved.config, resolved.get_sizes(), resolved.stages
+    config, sizes, stages = resolved.config, resolved.sizes, resolved.stages
     if len(stages) > 1:
         largest = find_largest_stage(stages, sizes, size)
         notes.append(f"rehearsing stage {largest.index + 1} of {len(stages)}, which needs the most memory")

@@ -60,7 +60,7 @@ def check_memory(resolved: ResolvedRun, hardware: LocalHardware, *, ranks_on_nod
     Raises:
         UserError: if memory is too small; the message gives the bytes needed and available.
     """
-    config, stages, sizes = resolved.config, resolved.stages, resolved.get_sizes()
+    config, stages, sizes = resolved.config, resolved.stages, resolved.sizes
     if not config.launch.check_resources or (hardware.memory is None and hardware.gpu_memory is None):
         return
     start, vocab_size = find_start_step(config.checkpoint), find_vocab_size(config.data) or MIN_VOCAB_SIZE

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint import layout as checkpoints
 from megatron.checkpoint.run_folder import check_no_foreign_run_files
-from megatron.config.execution import ResolvedRun, build_stages, count_steps, resolve_config
+from megatron.config.execution import ResolvedRun, build_stages, count_steps
 from megatron.config.schema import Config
 from megatron.config.stages import find_longest_length
 from megatron.config.yaml_files import format_value
@@ -240,9 +240,7 @@ def check_start(
     Raises:
         FarfieldError: the error that the run would raise.
     """
-    if resolved.sizes is None:  # a dry run that cannot count GPUs leaves the batch size and stages open
-        resolved = resolve_config(resolved.config, _guess_world_size(resolved.config))
-    config, sizes = resolved.config, resolved.get_sizes()
+    config, sizes = resolved.config, resolved.sizes
     data_notes: tuple[str, ...] = ()
     missing = None
     try:
@@ -302,12 +300,3 @@ def describe_checks(config: Config, machines: TrainingMachines) -> str:
         parts.append("harness.tasks, which imports lm_eval")
     *others, last = parts
     return f"checking the {', '.join(others)} and {last}" if others else f"checking the {last}"
-
-
-def _guess_world_size(config: Config) -> int:
-    """Return the number of processes implied by the batch sizes, or that of one replica if they leave it open."""
-    training = config.training
-    given = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} <= training.model_fields_set
-    product = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
-    has_batch = given and training.train_batch_size is not None
-    return config.launch.ranks_per_replica * (max(1, (training.train_batch_size or 0) // product) if has_batch else 1)

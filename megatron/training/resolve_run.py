@@ -44,7 +44,9 @@ def resolve_run(
     notes += _describe_unused_zero_keys(resolved.config)
     if topology.ranks_on_node is not None and topology.is_local:
         notes += check_memory(resolved, hardware, ranks_on_node=topology.ranks_on_node)
-    return replace(resolved, notes=(*notes, *_describe_late_stages(resolved)))
+    if resolved.open_config is None:
+        notes += _describe_late_stages(resolved)
+    return replace(resolved, notes=tuple(notes))
 
 
 def resolve_remote_run(

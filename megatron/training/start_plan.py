@@ -115,7 +115,8 @@ def plan_start(
         RunError: if a dataset or a checkpoint is damaged.
     """
     sizes = sizes or groups.mesh.sizes
-    resume, order_notes = _enter_stage(plan_resume(config, groups, sizes=sizes, checksums=checksums))
+    resume = plan_resume(config, groups, sizes=sizes, checksums=checksums)
+    resume, order_notes = _enter_stage(resume)
     if rollback is not None:
         resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
     requested, config = config, resume.stage.config

@@ -330,7 +330,7 @@ def test_a_training_does_not_start_without_its_parent(monkeypatch: pytest.Monkey
     child = os.fork()
     if child == 0:
         try:
-            local_launcher.train_on_this_machine(ResolvedRun(CONFIG, ParallelSizes()))
+            local_launcher.train_on_this_machine(ResolvedRun(CONFIG, ParallelSizes(), ()))
         except SystemExit as leaving:
             os._exit(10 + int(leaving.code))
         finally:
