@@ -254,12 +254,11 @@ def check_start(
         check_writable("save", Path(config.checkpoint.save))
 
     # importing torch takes seconds
-    from megatron.checkpoint.resume import plan_resume
     from megatron.data.datasets import check_index_size, check_slice_contents
     from megatron.distributed.process_groups import ProcessGroups, build_single_process_groups
     from megatron.model.build import build_model
     from megatron.training.engine import check_equal_calls
-    from megatron.training.start_plan import check_eval_lengths, check_stages, plan_start
+    from megatron.training.start_plan import check_eval_lengths, plan_checkpoint, plan_start
 
     plan, vocab_size = None, 1
     if missing is None:
@@ -271,11 +270,7 @@ def check_start(
             check_index_size(plan.order)
         started = plan.config
     else:
-        resume = plan_resume(config, ProcessGroups(), sizes=sizes, checksums=False)
-        resume.check_engine(config, sizes)
-        started = resume.stage.config
-        resume.check_methods(started.position)
-        check_stages(resume)
+        started = plan_checkpoint(config, ProcessGroups(), sizes=sizes, checksums=False)[0].stage.config
     model = build_model(
         started.model, started.position, vocab_size, groups=build_single_process_groups(), device="meta"
     )
