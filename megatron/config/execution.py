@@ -46,6 +46,8 @@ class ResolvedRun:
     """Stages of the run. While the number of steps of `train_epochs` is unknown, all that the configuration names."""
     notes: tuple[str, ...] = ()
     """Lines for the user."""
+    vocab_size: int | None = None
+    """Vocabulary size of the data, or None if resources are not checked, or the tokenizer is not on this machine."""
     open_config: Config | None = None
     """Configuration with batch sizes as given, if a dry run cannot determine the number of processes. The other fields
     then assume one that fits the batch sizes.
@@ -83,7 +85,7 @@ def resolve_config(config: Config, world_size: int | None, **machine_keys: Any) 
     if training.stages and not training.train_iters:
         last = max(int(entry.get(UNTIL, 0)) for entry in training.stages)
         known = config.replace(train_iters=last + 1, train_epochs=None)
-    return ResolvedRun(config, sizes, build_stages(known), notes, open_config)
+    return ResolvedRun(config, sizes, build_stages(known), notes, open_config=open_config)
 
 
 def _assume_world_size(config: Config) -> int:

@@ -125,7 +125,7 @@ def _launch_training(
     if is_main:
         print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
     with _announce_checks("checking the run's files and names", print_notes if is_main else lambda notes: None):
-        check_environment(resolved.config, machines)
+        check_environment(resolved, machines)
     if hosts is not None:
         return ssh_launcher.train_over_ssh(config, hosts)
     return local_launcher.train_on_this_machine(resolved, launch_context, hooks)

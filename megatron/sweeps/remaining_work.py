@@ -27,6 +27,7 @@ from megatron.config.stages import find_writing_stage
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import list_sequence_lengths
+from megatron.data.load_tokenizer import find_vocab_size
 from megatron.data.tasks.task_config import read_task_config
 from megatron.launch import slurm
 from megatron.options.data import DataOptions
@@ -257,7 +258,7 @@ def check_sweep_disk(sweep: Sweep, members: Sequence[SweepMember]) -> None:
         start = max(member.first_step, 0 if newest is None else checkpoints.parse_step(newest) or 0)
         if not config.launch.check_resources or 0 < config.training.train_iters <= start:
             continue
-        need = estimate_disk_need(config, start)
+        need = estimate_disk_need(config, find_vocab_size(config.data), start)  # the corpus may be new
         needed, kept, runs = max(needed, kept + need.at_once), kept + need.at_end, runs + 1
     text = f"the {runs} remaining runs need {{}} more" if runs > 1 else "the remaining run needs {} more"
     check_free_space("sweep.output", sweep.output_folder, needed, text)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,21 +182,22 @@ class TrainingMachines:
     """True if the run uses this Python, with its packages, environment and logins."""
 
 
-def check_environment(config: Config, machines: TrainingMachines, *, reads_data: bool = True) -> None:
+def check_environment(resolved: ResolvedRun, machines: TrainingMachines, *, reads_data: bool = True) -> None:
     """Check the files, folders, disk and logins of a run, without torch and without creating anything.
 
     Args:
-        config: resolved configuration (`resolve_run`).
+        resolved: resolved run.
         machines: machines that train.
         reads_data: False if the data were checked before.
 
     Raises:
         UserError: if something is missing, in the way, or too small.
     """
+    config = resolved.config
     if reads_data and machines.shares_files:
         check_data_files(config)
     check_run_folder(config)
-    check_disk(config)
+    check_disk(resolved)
     if machines.shares_python:
         check_reporters(config)
         check_harness_names(config)
@@ -249,7 +250,7 @@ def check_start(
         if machines.shares_files:
             raise
         missing = str(error)
-    check_environment(config, machines, reads_data=False)
+    check_environment(replace(resolved, config=config), machines, reads_data=False)
     if machines.is_here and config.checkpoint.save is not None:
         check_writable("save", Path(config.checkpoint.save))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from megatron.config.execution import ResolvedRun, resolve_config
 from megatron.config.schema import Config
 from megatron.config.stages import ENDS
+from megatron.data.load_tokenizer import find_vocab_size
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.training.check_resources import check_memory
@@ -40,6 +41,8 @@ def resolve_run(
     topology = _resolve_topology(config, hardware, rank_info, dry_run)
     _check_device_keys(config, topology)
     resolved = resolve_config(config, topology.ranks, **topology.get_keys())
+    if config.launch.check_resources:
+        resolved = replace(resolved, vocab_size=find_vocab_size(config.data))
     notes = [*topology.notes, *_describe_unsaved(resolved.config), *resolved.notes]
     notes += _describe_unused_zero_keys(resolved.config)
     if topology.ranks_on_node is not None and topology.is_local:

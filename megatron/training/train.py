@@ -41,7 +41,7 @@ def train(config: Config, console: Console | None = None) -> TrainResult:
         os.environ.update(launch_context.to_environment(config.launch.master_port))  # DeepSpeed reads torchrun's names
     check_config(config)
     resolved = resolve_run(config, LocalHardware.detect(), rank_info=rank_info)
-    check_environment(resolved.config, TrainingMachines())
+    check_environment(resolved, TrainingMachines())
     return train_resolved(resolved.config, rank_info, console)
 
 
