@@ -40,9 +40,10 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import (
     load_finetuned_weights,
 )
+from megatron.config.execution import build_stages
 from megatron.config.load import read_config
 from megatron.config.schema import Config
-from megatron.config.stages import Stage, build_stages, find_stage, find_writing_stage
+from megatron.config.stages import Stage, find_stage, find_writing_stage
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.options.position import PositionOptions
@@ -208,17 +209,17 @@ def plan_resume(
             checkpoint's model differs (`Config.get_architecture_keys`), with the key and both values.
         RunError: the requested checkpoint is damaged, or all checkpoints are.
     """
-    options = config.checkpoint
+    options, stages = config.checkpoint, build_stages(config)
     # As seen by the first process: other users of the folder may be changing it.
     saved = groups.gather_objects(layout.list_checkpoints(options.save) if options.save is not None else [])[0]
     if options.load is None:
         layout.check_run_is_new(options.save, next(reversed(saved), None))
-        return ResumePlan(stages=build_stages(config))
+        return ResumePlan(stages=stages)
     if _is_same_folder(options.load, options.save) and not options.finetune and not saved:
         origin = groups.gather_objects(_find_origin(options.load))[0]
         if origin is None:
             note = f"load: {options.load} has no checkpoint yet; starting at step 0"
-            return ResumePlan(notes=(note,), stages=build_stages(config))
+            return ResumePlan(notes=(note,), stages=stages)
         start_time = config.replace(load=origin[0], finetune=origin[1])
         plan = plan_resume(start_time, groups, sizes=sizes, checksums=checksums)
         note = f"load: {options.load} has no checkpoint yet; starting again from {origin[0]}"
@@ -246,7 +247,6 @@ def plan_resume(
     stored_config = load_checkpoint_config(checkpoint)
     state = TrainerState.read(checkpoint)
     if options.finetune:
-        stages = build_stages(config)
         check_architecture(stages[0].config, checkpoint, stored_config, finetune=True)
         notes += (f"loading the weights of {checkpoint}; optimizer, data and step start fresh",)
         source = StoredCheckpoint(checkpoint, stored_config, state)

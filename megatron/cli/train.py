@@ -97,8 +97,8 @@ def plan(
     gpu = gpu if request.gib is None else replace(gpu, gib=request.gib)
     gpu_options = f"--gpu {request.gpu}" + ("" if request.gib is None else f" --gib {request.gib:g}")
     cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu, gpu_options)
-    result = make_plan(loaded.config, _find_vocab_size(loaded.config, request.vocabulary), cluster)
-    result = replace(result, arguments=loaded.arguments)
+    vocab_size = _find_vocab_size(loaded.config, request.vocabulary)
+    result = replace(make_plan(loaded.config, vocab_size, cluster), arguments=loaded.arguments)
     if as_json:
         import json
 

@@ -21,20 +21,17 @@ list itself, and thus the later stages.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.config.execution import resolve_batch_size, resolve_mesh_shape
 from megatron.config.schema import Config, KeyPath, describe_validation_error, list_config_keys
 from megatron.config.yaml_files import format_value
-from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import get_attention_sizes
 from megatron.options.section import ChangePolicy
-from megatron.options.training import ACCUMULATION_KEY, BATCH_SIZES, GLOBAL_BATCH_KEY, MAX_STEPS, MICRO_BATCH_KEY
+from megatron.options.training import ACCUMULATION_KEY, MAX_STEPS, MICRO_BATCH_KEY
 from megatron.position.catalog import MethodFileError, list_encodings, read_encoding_facts
-from megatron.utils.errors import UserError
 
 UNTIL, UNTIL_TOKENS = "until", "until_tokens"
 ENDS = (UNTIL, UNTIL_TOKENS)
@@ -143,7 +140,7 @@ def find_stage_problems(config: Config) -> Iterator[str]:
         problems = [*_find_end_problems(entry, last_end, is_last=is_last), *_find_key_problems(config, entry)]
         if not problems:
             try:
-                current = _apply_changes(current, flatten_changes(entry))
+                current = apply_changes(current, flatten_changes(entry))
             except ValidationError as error:
                 problems = list(describe_validation_error(error, lambda _: None))
             else:
@@ -249,12 +246,12 @@ def list_stage_configs(config: Config) -> list[Config]:
     """List the configuration of every stage, with batch sizes as given. The list of stages must be valid."""
     configs, current = [], config
     for entry in config.training.stages:
-        current = _apply_changes(current, flatten_changes(entry))
+        current = apply_changes(current, flatten_changes(entry))
         configs.append(current)
     return configs
 
 
-def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
+def apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return the configuration with some dotted keys changed."""
     values: dict[str, Any] = {}
     for name, value in changes.items():
@@ -270,74 +267,6 @@ def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config:
             target = target.setdefault(part, {})
         target[inner[-1]] = value
     return config.replace(**values)
-
-
-def build_stages(config: Config) -> tuple[Stage, ...]:
-    """Build the stages of a run with resolved batch sizes and `stages` (`resolve_ranks`); one stage without a list.
-
-    Raises UserError if a batch is not divisible.
-    """
-    training = config.training
-    if not training.stages:
-        return (Stage(0, 0, training.train_iters, config, 0, training.train_iters, config),)
-    stages: list[Stage] = []
-    current, first = config, 0
-    begins = [0]  # first steps of schedules
-    for index, entry in enumerate(training.stages):
-        changes = flatten_changes(entry)
-        before, current = current, _enter_stage(current, changes, is_first=index == 0, name=f"stage {index + 1}")
-        end = min(int(entry.get(UNTIL, training.train_iters)), training.train_iters)
-        if index == len(training.stages) - 1:
-            end = training.train_iters
-        if index and "lr_decay_style" in changes:
-            begins.append(first)
-        stages.append(Stage(index, first, end, current, begins[-1], 0, before))
-        if end >= training.train_iters:
-            break
-        first = end
-    return tuple(
-        replace(stage, schedule_end=min([b for b in begins if b > stage.schedule_first], default=training.train_iters))
-        for stage in stages
-    )
-
-
-def _enter_stage(config: Config, changes: dict[str, Any], *, is_first: bool, name: str) -> Config:
-    """Return the configuration of a stage from that of the previous one."""
-    if "lr_decay_style" in changes and not is_first:
-        fresh: dict[str, Any] = {"lr_decay_iters": None, "lr_warmup_iters": None if "warmup" in changes else 0}
-        changes = fresh | changes
-    after = _apply_changes(config, changes)
-    batch = config.training.train_batch_size
-    if batch is None or not ({"seq_length", *BATCH_SIZES} & changes.keys()):
-        return after
-    try:
-        return _resolve_batch_sizes(config, after, changes)
-    except UserError as error:
-        raise UserError(f"stages: {name}: {error}", "stages") from None
-
-
-def _resolve_batch_sizes(before: Config, after: Config, changes: Mapping[str, Any]) -> Config:
-    """Resolve the batch sizes of a stage. It keeps the previous number of tokens unless it sets other sizes."""
-    training, old_length, length = before.training, before.model.seq_length, after.model.seq_length
-    old_batch, micro = training.train_batch_size or 0, training.train_micro_batch_size_per_gpu
-    ranks = old_batch // (micro * training.gradient_accumulation_steps)
-    resolved = {key: changes[key] for key in BATCH_SIZES if key in changes}
-    if GLOBAL_BATCH_KEY not in resolved and not {MICRO_BATCH_KEY, ACCUMULATION_KEY} <= resolved.keys():
-        tokens = old_batch * old_length
-        if tokens % length or tokens // length % ranks:
-            raise UserError(
-                f"seq_length {length}: a batch of {old_batch} × {old_length} = {tokens:,} tokens is not a whole "
-                f"number of such sequences on each of {ranks} ranks; set {GLOBAL_BATCH_KEY} to a multiple of {ranks}"
-            )
-        resolved[GLOBAL_BATCH_KEY] = tokens // length
-    if not {MICRO_BATCH_KEY, ACCUMULATION_KEY} & resolved.keys():
-        share = resolved[GLOBAL_BATCH_KEY] // ranks
-        most = max(1, micro * old_length // length)
-        resolved[MICRO_BATCH_KEY] = max(size for size in range(1, min(most, max(share, 1)) + 1) if share % size == 0)
-    sections = after.training.model_dump(exclude_unset=True)
-    kept = {key: value for key, value in sections.items() if key not in BATCH_SIZES}
-    unsettled = after.model_copy(update={"training": type(after.training).model_validate(kept | resolved)})
-    return resolve_batch_size(unsettled, ranks)
 
 
 def _list_changes(before: Config, after: Config) -> list[str]:
@@ -358,65 +287,6 @@ def _list_changes(before: Config, after: Config) -> list[str]:
         else:
             lines.append(f"{key}: {format_value(old.get(key))} → {format_value(value)}")
     return lines
-
-
-def resolve_ranks(config: Config, world_size: int) -> tuple[Config, ParallelSizes, tuple[Stage, ...]]:
-    """Resolve the values that depend on the number of processes: the mesh, batch sizes, and stages.
-
-    Returns:
-        The configuration with batch sizes and the end of every stage as a step, the mesh, and the stages. While the
-        number of steps of `train_epochs` is unknown, the stages are all that the configuration names.
-
-    Raises:
-        UserError: sizes do not divide the processes or the batch, or stages do not follow each other.
-    """
-    sizes = resolve_mesh_shape(config, world_size)
-    config = _resolve_stages(resolve_batch_size(config, sizes.data))
-    training, known = config.training, config
-    if training.stages and not training.train_iters:
-        last = max(int(entry.get(UNTIL, 0)) for entry in training.stages)
-        known = config.replace(train_iters=last + 1, train_epochs=None)
-    return config, sizes, build_stages(known)
-
-
-def _resolve_stages(config: Config) -> Config:
-    """Return the configuration with the end of every stage as a step, and `train_iters` if the last stage defines it.
-
-    Args:
-        config: configuration with resolved batch sizes. Resolving it again changes nothing.
-
-    Raises:
-        UserError: stages do not follow each other, or a batch is not divisible.
-    """
-    training = config.training
-    if not training.stages:
-        return config
-    entries, current, first, tokens = [], config, 0, 0
-    for index, entry in enumerate(training.stages):
-        changes = flatten_changes(entry)
-        current = _enter_stage(current, changes, is_first=index == 0, name=f"stage {index + 1}")
-        per_step = (current.training.train_batch_size or 0) * current.model.seq_length
-        end: int | None = int(entry[UNTIL]) if UNTIL in entry else None
-        if UNTIL_TOKENS in entry:
-            end = first + -(-(int(entry[UNTIL_TOKENS]) - tokens) // per_step)
-        if end is not None and end <= first:
-            raise UserError(
-                f"stages: stage {index + 1} would end at step {end}, but the previous one ends at step {first}",
-                "stages",
-            )
-        ends = {} if end is None else {UNTIL: end}
-        if not index:  # stated explicitly, so that every stage's configuration contains all lengths
-            changes = {"seq_length": current.model.seq_length} | changes
-        entries.append(ends | changes)
-        if end is not None:
-            tokens, first = tokens + (end - first) * per_step, end
-    last = entries[-1].get(UNTIL)
-    if last is not None and training.train_iters > last:
-        raise UserError(
-            f"stages: the last stage ends at step {last}, but train_iters is {training.train_iters}; remove one",
-            "stages",
-        )
-    return config.replace(stages=entries, train_iters=training.train_iters or last or 0)
 
 
 def find_stage(stages: Sequence[Stage], step: int) -> Stage:

@@ -10,8 +10,7 @@ from megatron.config import method_names
 from megatron.config.execution import (
     check_divisible,
     find_graph_obstacle,
-    get_known_world_size,
-    resolve_batch_size,
+    resolve_batch_sizes,
     resolve_mesh_shape,
 )
 from megatron.config.schema import Config
@@ -213,14 +212,14 @@ def _validate_batch(config: Config) -> Iterator[ConfigProblem]:
             "train_batch_size",
             f"train_batch_size {batch} is not divisible by train_micro_batch_size_per_gpu {micro}",
         )
-    elif (world_size := get_known_world_size(config)) is not None:
+    elif (world_size := config.launch.known_world_size) is not None:
         try:
             sizes = resolve_mesh_shape(config, world_size)
         except UserError as error:
             yield "num_gpus", str(error)
             return
         try:
-            resolve_batch_size(config, sizes.data)
+            resolve_batch_sizes(config, sizes.data)
         except UserError as error:
             yield "train_batch_size", str(error)
 

@@ -11,7 +11,7 @@ splits raises an error. `megatron/training/check_start.py` writes the resolved d
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,11 +94,23 @@ def select_validation_sets(data: DataOptions) -> dict[str, DataOptions]:
     }
 
 
+def iter_corpora(data: DataOptions) -> Iterator[tuple[str, Sequence[CorpusName], list[list[Path]]]]:
+    """Yield each key that names data of a run, with the names and the dataset prefixes of its corpora.
+
+    Raises UserError as `list_corpora`.
+    """
+    if data.data_path is not None:
+        yield "data_path", [data.data_path], list_corpora(data, "train")
+    else:
+        for split in SPLITS:
+            yield f"{split}_data_paths", getattr(data, f"{split}_data_paths"), list_corpora(data, split)
+    for key, validation_set in select_validation_sets(data).items():
+        yield key, validation_set.valid_data_paths, list_corpora(validation_set, "valid", key)
+
+
 def list_all_prefixes(data: DataOptions) -> list[Path]:
     """Return the dataset prefixes of all splits without duplicates. Raises UserError if no dataset is configured."""
-    found = [prefix for split in SPLITS for prefix in list_split_prefixes(data, split)]
-    for key, validation_set in select_validation_sets(data).items():
-        found += list_split_prefixes(validation_set, "valid", key)
+    found = [prefix for _, _, corpora in iter_corpora(data) for corpus in corpora for prefix in corpus]
     prefixes = list(dict.fromkeys(found))
     if not prefixes:
         lists = ", ".join(f"{split}_data_paths" for split in SPLITS)
@@ -119,7 +131,7 @@ def _find_datasets(key: str, name: str, split: Split) -> list[Path]:
         raise UserError(f"{key}: {missing} is missing (there is a {present.name})", key)
     check_reachable(bin_file)
     datasets = _list_indices([prefix.parent])
-    hint = f"; datasets there: {_format_names(datasets)}" if datasets else " (create one with `./deepy.py prepare`)"
+    hint = f"; datasets there: {format_names(datasets)}" if datasets else " (create one with `./deepy.py prepare`)"
     raise UserError(f"{key}: no dataset {prefix}: {bin_file.name} and {idx_file.name} are missing{hint}", key)
 
 
@@ -144,7 +156,7 @@ def _list_folder(key: str, folder: Path, split: Split) -> list[Path]:
     words = {p: _find_split_words(p.name) for p, metadata in described.items() if metadata is None}
     if key != "data_path" and (other := [p for p, splits in words.items() if splits - {split}]):
         raise UserError(
-            f"{key}: {folder} contains {_format_names(other)}, named for another split; list the datasets "
+            f"{key}: {folder} contains {format_names(other)}, named for another split; list the datasets "
             f"for {key} instead of the folder",
             key,
         )
@@ -174,7 +186,8 @@ def _find_split_words(name: str) -> set[Split]:
     return {_SPLIT_WORDS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in _SPLIT_WORDS}
 
 
-def _format_names(prefixes: Sequence[Path]) -> str:
+def format_names(prefixes: Sequence[Path]) -> str:
+    """Format the first prefixes of a list, and the number of the others."""
     more = f" and {len(prefixes) - MAX_SHOWN} more" if len(prefixes) > MAX_SHOWN else ""
     return ", ".join(map(str, prefixes[:MAX_SHOWN])) + more
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.execution import ResolvedRun
 from megatron.config.load import LoadedConfig
 from megatron.data.document_starts import describe_crossing_fraction, estimate_crossing_fraction
 from megatron.distributed.hardware import LocalHardware
@@ -17,8 +18,15 @@ from megatron.distributed.launcher_environment import (
 )
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
-from megatron.training.check_start import CHECKED_ON_NODES, StartCheck, check_environment, check_start, describe_checks
-from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
+from megatron.training.check_start import (
+    CHECKED_ON_NODES,
+    StartCheck,
+    TrainingMachines,
+    check_environment,
+    check_start,
+    describe_checks,
+)
+from megatron.training.resolve_run import resolve_remote_run, resolve_run
 from megatron.utils.atomic_io import check_writable
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.progress import WaitAnnouncer
@@ -81,43 +89,74 @@ def _launch_training(
     hardware: LocalHardware | None,
     hooks: TrainingHooks | None,
 ) -> int:
-    is_main = launch_context is None or launch_context.rank_info.rank == 0
     config, launch = loaded.config, loaded.config.launch
-    if uses_slurm(launch):
-        return _submit_to_slurm(loaded, print_notes, dry_run=dry_run)
-    hosts, is_local = None, False
-    if launch_context is None and uses_ssh(launch):
-        hosts = ssh_launcher.read_hostfile(launch)
-        resolved = resolve_remote_run(config, ssh_launcher.assign_ranks(hosts)[0][0])
+    rank_info = None if launch_context is None else launch_context.rank_info
+    is_main = rank_info is None or rank_info.rank == 0
+    is_job = uses_slurm(launch)
+    hosts = ssh_launcher.read_hostfile(launch) if not is_job and rank_info is None and uses_ssh(launch) else None
+
+    # Loading has validated the configuration. Resolve it for the machines that train, check the start, and launch.
+    if is_job or hosts is not None:
+        resolved = resolve_remote_run(config, None if hosts is None else ssh_launcher.assign_ranks(hosts)[0][0])
+        machines = TrainingMachines(is_here=False, shares_files=False, shares_python=False)
     else:
-        rank_info = None if launch_context is None else launch_context.rank_info
         hardware = hardware or LocalHardware.detect()
         resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
-        is_local = resolved.config.launch.device == "cpu" or hardware.num_gpus > 0
-    if dry_run:
-        if is_main:
-            # First, so that nothing is printed for an invalid run: the output may go to a file.
-            check = _check_start(
-                resolved,
-                print_notes,
-                needs_data=hosts is None,
-                has_own_python=hosts is None,
-                is_local=is_local,
-                may_download=False,
-            )
-            settled, notes = resolved.config, resolved.notes
-            if hosts is None and resolved.world_size is not None:
-                settled = check.config
-                notes = (*notes, *check.data_notes, *_describe_stages(check))
-            print(settled.to_yaml(), end="")
-            print_notes((*notes, *_describe_dry_run(loaded, resolved, check, is_local=is_local)))
+        machines = TrainingMachines(is_here=resolved.config.launch.device == "cpu" or hardware.num_gpus > 0)
+    job = None
+    if is_job:
+        job, machines = slurm.build_training_job(config), slurm.check_job_environment(launch)
+
+    if dry_run or job is not None:
+        if not is_main:
+            return 0
+        with _announce_checks(describe_checks(resolved.config, machines), print_notes):
+            check = check_start(resolved, machines, may_download=not dry_run)
+        if dry_run:
+            _print_dry_run(loaded, resolved, check, job, print_notes)
+            return 0
+        assert job is not None
+        print_notes(resolved.notes)
+        for line in slurm.describe_submission(job, slurm.submit_job(job)):
+            print(line)
+        print_notes(_describe_unchecked(resolved, check))
         return 0
+
     if is_main:
         print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
+    with _announce_checks("checking the run's files and names", print_notes if is_main else lambda notes: None):
+        check_environment(resolved, machines)
     if hosts is not None:
-        check_environment(resolved.config, reads_data=False, has_own_python=False)
         return ssh_launcher.train_over_ssh(config, hosts)
     return local_launcher.train_on_this_machine(resolved, launch_context, hooks)
+
+
+def _announce_checks(activity: str, print_notes: PrintNotes) -> WaitAnnouncer:
+    """Return an announcer that prints a note if checks take long."""
+    return WaitAnnouncer(lambda line: print_notes((line,)), activity, first=MAX_SILENCE)
+
+
+def _print_dry_run(
+    loaded: LoadedConfig, resolved: ResolvedRun, check: StartCheck, job: slurm.SlurmJob | None, print_notes: PrintNotes
+) -> None:
+    """Print the batch script of a job or the resolved configuration, and notes about the start."""
+    more = (
+        *loaded.layers.replacements,
+        *_describe_start(check),
+        *_describe_groups(check),
+        *(() if check.machines.is_here else _describe_unchecked(resolved, check)),
+        *suggest_rehearsal(resolved, loaded.arguments),
+    )
+    if job is not None:
+        print_notes((*resolved.notes, *more))
+        check_writable("save", job.folder)
+        print(slurm.render_batch_script(job), end="")
+    elif check.machines.shares_files and resolved.open_config is None:
+        print(check.config.to_yaml(), end="")
+        print_notes((*resolved.notes, *check.data_notes, *_describe_stages(check), *more))
+    else:
+        print((resolved.open_config or resolved.config).to_yaml(), end="")
+        print_notes((*resolved.notes, *more))
 
 
 def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:
@@ -139,60 +178,14 @@ def suggest_rehearsal(resolved: ResolvedRun, arguments: str) -> tuple[str, ...]:
     )
 
 
-def _submit_to_slurm(loaded: LoadedConfig, print_notes: PrintNotes, *, dry_run: bool) -> int:
-    """Submit a run to SLURM, or print its batch script, after the checks that are possible here."""
-    resolved = resolve_remote_run(loaded.config)
-    launch = loaded.config.launch
-    job = slurm.build_training_job(loaded.config)
-    slurm.check_job_environment(launch)
-    check = _check_start(
-        resolved,
-        print_notes,
-        needs_data=not slurm.remaps_paths(launch),
-        has_own_python=slurm.has_own_python(launch),
-        is_local=False,
-        may_download=not dry_run,
-    )
-    print_notes((*resolved.notes, *(_describe_dry_run(loaded, resolved, check, is_local=False) if dry_run else ())))
-    if dry_run:
-        check_writable("save", job.folder)
-        print(slurm.render_batch_script(job), end="")
-        return 0
-    for line in slurm.describe_submission(job, slurm.submit_job(job)):
-        print(line)
-    print_notes(_describe_unchecked(resolved, check))
-    return 0
-
-
-def _check_start(
-    resolved: ResolvedRun,
-    print_notes: PrintNotes,
-    *,
-    needs_data: bool,
-    has_own_python: bool,
-    is_local: bool,
-    may_download: bool,
-) -> StartCheck:
-    """Run the start checks (`check_start`), and print a note if they take long."""
-    activity = describe_checks(resolved.config, reads_tasks=has_own_python)
-    with WaitAnnouncer(lambda line: print_notes((line,)), activity, first=MAX_SILENCE):
-        return check_start(
-            resolved,
-            needs_data=needs_data,
-            has_own_python=has_own_python,
-            is_local=is_local,
-            may_download=may_download,
-        )
-
-
 def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, ...]:
     """Return lines about checks that only the training machines can make."""
     lines = [f"the data must exist there; not found here: {check.missing_data}"] if check.missing_data else []
-    for key in ("use_wandb", "use_trackio") if not check.has_own_python else ():
+    for key in ("use_wandb", "use_trackio") if not check.machines.shares_python else ():
         if getattr(resolved.config.logging, key):
             lines.append(f"{key}: its package and login are checked only there")
-    if resolved.config.logging.harness.tasks and (check.plan is None or not check.has_own_python):
-        what = "requests" if check.has_own_python else "package, data and requests"
+    if resolved.config.logging.harness.tasks and (check.plan is None or not check.machines.shares_python):
+        what = "requests" if check.machines.shares_python else "package, data and requests"
         lines.append(f"harness.tasks: their {what} are checked only there")
     return (f"not checked: {CHECKED_ON_NODES}", *lines)
 
@@ -203,36 +196,19 @@ def _describe_stages(check: StartCheck) -> tuple[str, ...]:
     return tuple(stage.describe(len(stages)) for stage in stages) if len(stages) > 1 else ()
 
 
-def _describe_download(check: StartCheck) -> tuple[str, ...]:
-    """Return a line about data of tasks that a dry run does not download."""
-    if check.has_task_data:
-        return ()
-    return ("harness.tasks: training downloads the data that are not on this machine, and then checks the requests",)
-
-
-def _describe_dry_run(
-    loaded: LoadedConfig, resolved: ResolvedRun, check: StartCheck, *, is_local: bool
-) -> tuple[str, ...]:
-    """Return the additional notes of a dry run."""
-    return (
-        *loaded.layers.replacements,
-        *_describe_start(check),
-        *_describe_download(check),
-        *_describe_groups(check),
-        *(() if is_local else _describe_unchecked(resolved, check)),
-        *suggest_rehearsal(resolved, loaded.arguments),
-    )
-
-
 def _describe_start(check: StartCheck) -> list[str]:
-    """Return lines on the starting point of the run and the fraction of rows with several documents."""
-    if (plan := check.plan) is None:
-        return []
-    lines = [*plan.resume.notes, *plan.notes]
-    if plan.config.data.task is not None:
-        return lines
-    share = estimate_crossing_fraction(plan.slices.get("train", []), plan.config.model.seq_length)
-    return [*lines, *describe_crossing_fraction(plan.config.position.attention_mask, share)]
+    """Return lines on the starting point of the run, rows with several documents, and data not yet downloaded."""
+    lines = []
+    if (plan := check.plan) is not None:
+        lines += [*plan.resume.notes, *plan.notes]
+        if plan.config.data.task is None:
+            share = estimate_crossing_fraction(plan.slices.get("train", []), plan.config.model.seq_length)
+            lines += describe_crossing_fraction(plan.config.position.attention_mask, share)
+    if not check.has_task_data:
+        lines.append(
+            "harness.tasks: training downloads the data that are not on this machine, and then checks the requests"
+        )
+    return lines
 
 
 def _describe_groups(check: StartCheck) -> tuple[str, ...]:

@@ -20,17 +20,15 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint import run_folder
 from megatron.checkpoint.run_folder import LOCK
+from megatron.config.execution import ResolvedRun
 from megatron.config.schema import Config
 from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job
 from megatron.launch import worker
 from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
-from megatron.training.check_start import check_environment
 from megatron.training.metrics_log import read_heartbeat
-from megatron.training.resolve_run import ResolvedRun
 from megatron.utils.atomic_io import make_folder, remove_empty_folders
 from megatron.utils.console import temporary_log
 from megatron.utils.errors import FarfieldWarning, RunError, UserError
-from megatron.utils.progress import WaitAnnouncer
 from megatron.utils.signals import StoppedBySignal, clean_up_on_signal, exit_with_parent
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ def train_on_this_machine(
     """Train a run that was resolved for this machine, with one or more processes.
 
     Args:
-        resolved: run to train.
+        resolved: run to train, after `check_environment`.
         launch_context: environment of the launcher that started this process as one of several, if any.
         hooks: hooks of a Python caller, for this process only.
 
@@ -59,9 +57,6 @@ def train_on_this_machine(
     exit_with_parent()
     config, world_size = resolved.config, resolved.world_size
     assert world_size is not None, "a dry run is not for training"
-    is_main = launch_context is None or launch_context.rank_info.rank == 0
-    with WaitAnnouncer(_print_note if is_main else lambda line: None, "checking the run's files and names", first=6.0):
-        check_environment(config)
     if launch_context is None and config.checkpoint.save is not None:
         _wait_for_folder(Path(config.checkpoint.save))
     rank_info = RankInfo() if launch_context is None else launch_context.rank_info
@@ -81,10 +76,6 @@ def train_on_this_machine(
             return run_ranks(config, log, rank_infos, ADDRESS, port)
         with _set_environment(rank_info.to_environment(ADDRESS, port)):
             return worker.run_rank(config, log, rank_info, hooks=hooks)
-
-
-def _print_note(line: str) -> None:
-    print(f"note: {line}", file=sys.stderr, flush=True)
 
 
 def _wait_for_folder(folder: Path) -> None:

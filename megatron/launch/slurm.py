@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megatron.config.schema import Config
 from megatron.options.launch import LaunchOptions
+from megatron.training.check_start import TrainingMachines
 from megatron.utils.atomic_io import make_folder, remove_empty_folders, write_text_atomically
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.project import COMMAND, PROGRAM
@@ -55,6 +56,42 @@ class SlurmJob:
     """Names and contents of files in the folder that the command reads."""
 
 
+def check_job_environment(launch: LaunchOptions) -> TrainingMachines:
+    """Check that the interpreter, the container image and the folders of a job exist, and describe its machines.
+
+    Images that the runtime fetches (`docker://…`, pyxis's `registry#image`) are not checked.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    slurm = launch.slurm
+    if slurm.container is not None and _is_path(slurm.container, slurm.container_runtime):
+        _check_exists("slurm.container", slurm.container, "image")
+    if slurm.container is not None:
+        for mount in slurm.container_mounts:
+            _check_exists("slurm.container_mounts", mount.split(":")[0], "file or folder")
+    elif slurm.python is not None and os.sep in slurm.python and not os.access(slurm.python, os.X_OK):
+        raise UserError(f"slurm.python is {slurm.python}, which does not exist or is not executable", "slurm.python")
+    changes_environment = any("WANDB" in line or "NETRC" in line or "source " in line for line in slurm.setup)
+    return TrainingMachines(
+        is_here=False,
+        shares_files=all(mount.split(":")[0] == (mount.split(":") * 2)[1] for mount in slurm.container_mounts),
+        shares_python=slurm.container is None and slurm.python is None and not changes_environment,
+    )
+
+
+def _is_path(container: str, runtime: str) -> bool:
+    """Return True if an image is a file, or a folder for apptainer, rather than a name that the runtime resolves."""
+    if runtime == "pyxis":
+        return container.startswith(("/", "./", "../"))
+    return "://" not in container
+
+
+def _check_exists(key: str, path: str, kind: str) -> None:
+    if not os.path.exists(os.path.expanduser(path)):
+        raise UserError(f"{key}: no such {kind}: {path}", key)
+
+
 def build_training_job(config: Config) -> SlurmJob:
     """Build the job of a run.
 
@@ -81,48 +118,6 @@ def build_training_job(config: Config) -> SlurmJob:
         checkpoints=folder / "checkpoints",
         files=((CONFIGURATION, config.to_yaml()),),
     )
-
-
-def check_job_environment(launch: LaunchOptions) -> None:
-    """Check that the interpreter, the container image and the folders of a job exist.
-
-    Images that the runtime fetches (`docker://…`, pyxis's `registry#image`) are not checked.
-
-    Raises:
-        UserError: one of them is missing.
-    """
-    slurm = launch.slurm
-    if slurm.container is not None and _is_path(slurm.container, slurm.container_runtime):
-        _check_exists("slurm.container", slurm.container, "image")
-    if slurm.container is not None:
-        for mount in slurm.container_mounts:
-            _check_exists("slurm.container_mounts", mount.split(":")[0], "file or folder")
-    elif slurm.python is not None and os.sep in slurm.python and not os.access(slurm.python, os.X_OK):
-        raise UserError(f"slurm.python is {slurm.python}, which does not exist or is not executable", "slurm.python")
-
-
-def _is_path(container: str, runtime: str) -> bool:
-    """Return True if an image is a file, or a folder for apptainer, rather than a name that the runtime resolves."""
-    if runtime == "pyxis":
-        return container.startswith(("/", "./", "../"))
-    return "://" not in container
-
-
-def _check_exists(key: str, path: str, kind: str) -> None:
-    if not os.path.exists(os.path.expanduser(path)):
-        raise UserError(f"{key}: no such {kind}: {path}", key)
-
-
-def remaps_paths(launch: LaunchOptions) -> bool:
-    """Return True if a job sees folders under different paths than this machine."""
-    return any(mount.split(":")[0] != (mount.split(":") * 2)[1] for mount in launch.slurm.container_mounts)
-
-
-def has_own_python(launch: LaunchOptions) -> bool:
-    """Return True if a job uses this Python and its environment, including packages and logins."""
-    slurm = launch.slurm
-    changes_environment = any("WANDB" in line or "NETRC" in line or "source " in line for line in slurm.setup)
-    return slurm.container is None and slurm.python is None and not changes_environment
 
 
 def render_batch_script(job: SlurmJob) -> str:
@@ -218,8 +213,8 @@ def submit_job(job: SlurmJob) -> str:
     """
     if shutil.which("sbatch") is None:
         raise UserError("launcher slurm: sbatch not found; submit on a login node, or print the script with --dry-run")
-    created = make_folder("save", job.folder)
     files = {job.folder / name: text for name, text in (*job.files, (SCRIPT, render_batch_script(job)))}
+    created = make_folder("save", job.folder)
     before = {path: path.read_bytes() for path in files if path.is_file()}
     if before and SIGNATURE.encode() not in before.get(job.folder / SCRIPT, b""):
         raise UserError(

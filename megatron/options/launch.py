@@ -137,6 +137,18 @@ class LaunchOptions(ConfigSection):
     )  # fmt: skip
     slurm: SlurmOptions = config_field(SlurmOptions, "job options for launcher slurm")
 
+    @property
+    def ranks_per_replica(self) -> int:
+        """Number of processes per model replica and sequence; a run uses a multiple of it."""
+        return self.model_parallel_size * self.context_parallel_size * max(1, self.pipe_parallel_size)
+
+    @property
+    def known_world_size(self) -> int | None:
+        """Number of all processes if these keys alone determine it, or None."""
+        if self.num_gpus is not None:
+            return self.num_gpus * (self.nodes or 1)
+        return self.ranks_per_replica if self.device == "cpu" and self.nodes in (None, 1) else None
+
 
 def find_launch_conflicts(launch: LaunchOptions) -> Iterator[tuple[str, str]]:
     """Yield conflicting values: the key to blame, and a sentence."""

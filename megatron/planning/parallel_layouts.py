@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron.config.execution import check_divisible, resolve_batch_size, resolve_mesh_shape, resolve_zero
+from megatron.config.execution import check_divisible, needs_zero, resolve_config
 from megatron.config.schema import Config
 from megatron.config.validation import check_config
 from megatron.distributed.mesh import ParallelSizes
@@ -115,7 +115,7 @@ def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[
             zero_config = mesh_config.replace(
                 zero_optimization=zero.replace(stage=stage).model_dump(exclude_unset=True)
             )
-            if any(check_divisible(zero_config)) or resolve_zero(zero_config)[1]:
+            if any(check_divisible(zero_config)) or needs_zero(zero_config):
                 continue
             for micro_batch_size in _list_powers_of_two(min(replica_batch_size, MAX_MICRO_BATCH)):
                 if replica_batch_size % micro_batch_size or replica_batch_size // micro_batch_size < sizes.pipeline:
@@ -136,8 +136,8 @@ def iter_layouts(config: Config, vocab_size: int, cluster: Cluster) -> Iterator[
 
 def _build_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout:
     check_config(config)
-    sizes = resolve_mesh_shape(config, cluster.num_gpus)
-    planned = plan_model(resolve_batch_size(resolve_zero(config)[0], sizes.data))
+    resolved = resolve_config(config, cluster.num_gpus)
+    planned, sizes = plan_model(resolved.config), resolved.sizes
     memory = estimate_memory(planned, sizes, vocab_size, gpu_bytes=cluster.gpu_bytes)
     return ParallelLayout(planned, sizes, memory, vocab_size, cluster)
 
@@ -155,7 +155,7 @@ def _get_global_batch_size(config: Config, num_gpus: int) -> int:
     if config.training.train_batch_size is not None:
         return config.training.train_batch_size
     try:
-        return resolve_batch_size(config, resolve_mesh_shape(config, num_gpus).data).training.train_batch_size or 0
+        return resolve_config(config, num_gpus).config.training.train_batch_size or 0
     except UserError as error:
         raise UserError(f"{error}; or set train_batch_size, which every layout keeps") from None
 

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.config.execution import resolve_zero
+from megatron.config.execution import resolve_config
 from megatron.config.schema import Config
-from megatron.config.stages import Stage, list_stage_configs, resolve_ranks
+from megatron.config.stages import Stage, list_stage_configs
 from megatron.distributed.mesh import ParallelSizes
 from megatron.planning.activations import DEFAULT_GPU_BYTES
 from megatron.planning.attention_memory import ATTENTION_MEMORY, list_common_backends
@@ -308,7 +308,8 @@ def _plan_stages(config: Config, vocab_size: int, cluster: Cluster) -> Plan:
     """Make the plan of the stage with the highest memory, with a row for each stage."""
     fitted = fit_config_to_cluster(cluster, config)
     try:
-        _, sizes, stages = resolve_ranks(resolve_zero(fitted)[0], cluster.num_gpus)
+        resolved = resolve_config(fitted, cluster.num_gpus)
+        stages, sizes = resolved.stages, resolved.sizes
         largest = find_largest_stage(stages, sizes, vocab_size, cluster.gpu_bytes)
         rows = []
         for stage in stages:

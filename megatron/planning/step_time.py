@@ -109,7 +109,7 @@ def estimate_step_time(
     """Estimate the time of one step of a layout.
 
     Args:
-        planned: model of a configuration with resolved batch sizes (`megatron.config.execution.resolve_batch_size`).
+        planned: model of a configuration with resolved batch sizes (`megatron.config.execution.resolve_config`).
         sizes: sizes of the mesh.
         vocab_size: vocabulary size of the tokenizer.
         cluster: cluster to run on.

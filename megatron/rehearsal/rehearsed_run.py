@@ -18,9 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.execution import count_ranks_per_replica, get_known_world_size, resolve_mesh_shape
 from megatron.config.schema import Config
-from megatron.config.stages import build_stages
 from megatron.config.validation import check_config
 from megatron.data.corpus_metadata import CORPUS_FILE, CorpusMetadata, SplitCounts, SplitName, get_split_basename
 from megatron.data.indexed_dataset import HEADER, MAGIC
@@ -209,7 +207,7 @@ def plan_rehearsal(
     Raises:
         UserError: if `train` would reject the configuration, or the GPUs do not fill whole nodes.
     """
-    world_size = num_gpus or get_known_world_size(config) or count_ranks_per_replica(config)
+    world_size = num_gpus or config.launch.known_world_size or config.launch.ranks_per_replica
     per_node = devices_per_node or config.launch.num_gpus or DEVICES_PER_NODE
     if world_size % min(per_node, world_size):
         raise UserError(
@@ -235,9 +233,8 @@ def plan_rehearsal(
     requested = config.replace(num_gpus=per_node, nodes=nodes)
     config = config.replace(**keys, nodes=nodes)
     check_config(config)
-    config = resolve_remote_run(config, gpu_memory=gpu_memory).config
-    sizes = resolve_mesh_shape(config, world_size)
-    stages = build_stages(config)
+    resolved = resolve_remote_run(config, gpu_memory=gpu_memory)
+    config, sizes, stages = resolved.config, resolved.sizes, resolved.stages
     if len(stages) > 1:
         largest = find_largest_stage(stages, sizes, size)
         notes.append(f"rehearsing stage {largest.index + 1} of {len(stages)}, which needs the most memory")

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint import layout as checkpoints
 from megatron.checkpoint.manifest import find_latest_valid, load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
+from megatron.config.execution import build_stages
 from megatron.config.load import read_config
 from megatron.config.schema import KeyPath
-from megatron.config.stages import build_stages, find_writing_stage
+from megatron.config.stages import find_writing_stage
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import list_sequence_lengths
+from megatron.data.load_tokenizer import find_vocab_size
 from megatron.data.tasks.task_config import read_task_config
 from megatron.launch import slurm
 from megatron.options.data import DataOptions
@@ -34,7 +36,7 @@ from megatron.reports.records import RESULTS_FILE, Record, RunFailure, read_reco
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training import metrics_log
 from megatron.training.check_resources import check_free_space, estimate_disk_need
-from megatron.training.check_start import check_start
+from megatron.training.check_start import TrainingMachines, check_start
 from megatron.training.metrics_log import has_logged_record
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import FarfieldError, UserError
@@ -256,7 +258,7 @@ def check_sweep_disk(sweep: Sweep, members: Sequence[SweepMember]) -> None:
         start = max(member.first_step, 0 if newest is None else checkpoints.parse_step(newest) or 0)
         if not config.launch.check_resources or 0 < config.training.train_iters <= start:
             continue
-        need = estimate_disk_need(config, start)
+        need = estimate_disk_need(config, find_vocab_size(config.data), start)  # the corpus may be new
         needed, kept, runs = max(needed, kept + need.at_once), kept + need.at_end, runs + 1
     text = f"the {runs} remaining runs need {{}} more" if runs > 1 else "the remaining run needs {} more"
     check_free_space("sweep.output", sweep.output_folder, needed, text)
@@ -280,12 +282,11 @@ def check_member_starts(members: Iterable[SweepMember], *, in_queue: bool, may_d
             continue
         checked.add(key)
         data, launch = member.config.data, member.config.launch
+        machines = slurm.check_job_environment(launch) if in_queue else TrainingMachines()
         try:
             check_start(
                 member.resolved_run,
-                needs_data=not (in_queue and slurm.remaps_paths(launch)),
-                has_own_python=not in_queue or slurm.has_own_python(launch),
-                is_local=not in_queue,
+                machines,
                 reads_tokens=in_queue and data not in read,
                 may_download=may_download,
             )

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 
 from megatron.checkpoint.layout import get_checkpoint_path
 from megatron.config.config_layers import COMMAND_LINE, ConfigLayers
+from megatron.config.execution import ResolvedRun
 from megatron.config.load import find_config, merge_documents, split_override
 from megatron.config.method_names import list_processor_values
 from megatron.config.position_overrides import list_overrides
@@ -45,7 +46,7 @@ from megatron.options.evaluation import EvaluationOptions
 from megatron.options.sweep import BRANCH, SEEDS, FurtherEvaluationOptions, SweepOptions
 from megatron.sweeps.validation import check_no_owned_keys, find_sweep_problems
 from megatron.training.check_start import resolve_data
-from megatron.training.resolve_run import ResolvedRun, resolve_remote_run, resolve_run
+from megatron.training.resolve_run import resolve_remote_run, resolve_run
 from megatron.utils.errors import UserError
 
 EvaluationType = TypeVar("EvaluationType", bound=EvaluationOptions)

@@ -21,9 +21,10 @@ from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.run_folder import find_started_run, get_config_path, is_saved_config
 from megatron.checkpoint.trained_run import resolve_data_paths
 from megatron.checkpoint.trainer_state import TrainerState
+from megatron.config.execution import build_stages
 from megatron.config.load import read_config
 from megatron.config.schema import Config
-from megatron.config.stages import build_stages, find_writing_stage
+from megatron.config.stages import find_writing_stage
 from megatron.data.blend import DatasetSlice
 from megatron.data.datasets import Datasets, SampleOrder, build_datasets, open_dataset_slices
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary

@@ -18,14 +18,13 @@ several stages, every remaining stage is checked. `check_resources: false` turns
 """
 
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.layout import list_checkpoints, parse_step, resolve_checkpoint_path
+from megatron.config.execution import ResolvedRun, build_stages
 from megatron.config.schema import Config
-from megatron.config.stages import Stage, build_stages
-from megatron.data.load_tokenizer import find_vocab_size
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.output import CheckpointOptions
@@ -49,24 +48,21 @@ MIN_VOCAB_SIZE = 1
 START_ANYWAY_HINT = "set check_resources=false to start anyway"
 
 
-def check_memory(
-    config: Config, stages: Sequence[Stage], hardware: LocalHardware, sizes: ParallelSizes, *, ranks_on_node: int
-) -> Iterator[str]:
+def check_memory(resolved: ResolvedRun, hardware: LocalHardware, *, ranks_on_node: int) -> Iterator[str]:
     """Reject a configuration that cannot fit in memory. Yield a note if it is planned to nearly fill a GPU.
 
     Args:
-        config: resolved configuration.
-        stages: stages of the run, or those that it names if the number of steps of its epochs is not known yet.
+        resolved: run whose number of processes is known.
         hardware: hardware of this machine; unknown values are not checked.
-        sizes: mesh of the run.
         ranks_on_node: number of processes on this machine.
 
     Raises:
         UserError: if memory is too small; the message gives the bytes needed and available.
     """
+    config, stages, sizes = resolved.config, resolved.stages, resolved.sizes
     if not config.launch.check_resources or (hardware.memory is None and hardware.gpu_memory is None):
         return
-    vocab_size, start = find_vocab_size(config.data) or MIN_VOCAB_SIZE, find_start_step(config.checkpoint)
+    start, vocab_size = find_start_step(config.checkpoint), resolved.vocab_size or MIN_VOCAB_SIZE
     for stage in stages:
         if stage.end_step <= start and stage is not stages[-1]:
             continue
@@ -297,7 +293,7 @@ class DiskNeed:
     """Explanation of `at_once`, for messages."""
 
 
-def estimate_disk_need(config: Config, start: int | None = None) -> DiskNeed:
+def estimate_disk_need(config: Config, vocab_size: int | None, start: int | None = None) -> DiskNeed:
     """Estimate the disk space that a run needs.
 
     Return zeros if its folder cannot be read, which is an error when the folder is created, or if the memory use of its
@@ -305,13 +301,14 @@ def estimate_disk_need(config: Config, start: int | None = None) -> DiskNeed:
 
     Args:
         config: resolved configuration, with `save`.
+        vocab_size: vocabulary size of the data, or None if unknown.
         start: step at which the run starts; by default derived from `load`.
     """
     assert config.checkpoint.save is not None
     start = find_start_step(config.checkpoint) if start is None else start
     try:
         existing = [step for step in map(parse_step, list_checkpoints(config.checkpoint.save)) if step is not None]
-        size = estimate_checkpoint_size(config, find_vocab_size(config.data) or MIN_VOCAB_SIZE)
+        size = estimate_checkpoint_size(config, vocab_size or MIN_VOCAB_SIZE)
     except (OSError, UserError):
         return DiskNeed(0, 0, "")
     # Checkpoints of later steps are moved aside (`rollback`) and never deleted.
@@ -320,17 +317,15 @@ def estimate_disk_need(config: Config, start: int | None = None) -> DiskNeed:
     return DiskNeed(size.count_bytes(counts.at_once), counts.at_end * size.total, description)
 
 
-def check_disk(config: Config) -> None:
+def check_disk(resolved: ResolvedRun) -> None:
     """Reject a run whose checkpoints do not fit on the disk.
-
-    Args:
-        config: resolved configuration.
 
     Raises:
         UserError: if the disk is too small; the message gives the bytes needed and free.
     """
+    config = resolved.config
     if config.checkpoint.save is not None and config.launch.check_resources:
-        need = estimate_disk_need(config)
+        need = estimate_disk_need(config, resolved.vocab_size)
         check_free_space("save", config.checkpoint.save, need.at_once, f"this run need {{}} more ({need.description})")
 
 

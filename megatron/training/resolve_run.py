@@ -6,28 +6,18 @@ encoding can be built) or the contents of data or checkpoints run when the run i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from megatron.config.execution import count_ranks_per_replica, resolve_zero
+from megatron.config.execution import ResolvedRun, resolve_config
 from megatron.config.schema import Config
-from megatron.config.stages import ENDS, Stage, resolve_ranks
+from megatron.config.stages import ENDS
+from megatron.data.load_tokenizer import find_vocab_size
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.training.check_resources import check_memory
 from megatron.training.schedule import describe_late_warmup
 from megatron.utils.errors import UserError
-
-
-@dataclass(frozen=True)
-class ResolvedRun:
-    """Configuration with all decisions made before the start: device, backend, processes, batch."""
-
-    config: Config
-    world_size: int | None
-    """Number of processes on all machines, or None if a dry run cannot determine it."""
-    notes: tuple[str, ...]
-    """Lines for the user."""
 
 
 def resolve_run(
@@ -49,34 +39,17 @@ def resolve_run(
     _check_complete(config)
     _check_launched(config, rank_info, dry_run)
     topology = _resolve_topology(config, hardware, rank_info, dry_run)
-    _check_graphs(config, topology.device)
-    _check_instruments(config, topology.device, topology.ranks)
-    backend, backend_notes = _resolve_backend(config, topology.device)
-    config, zero_notes = resolve_zero(
-        config.replace(
-            device=topology.device,
-            num_gpus=None if topology.nodes is None else topology.ranks_on_node,
-            nodes=topology.nodes,
-            distributed_backend=backend,
-        )
-    )
-    stages: tuple[Stage, ...] = ()
-    memory_notes: list[str] = []
-    if topology.ranks is not None:
-        config, sizes, stages = resolve_ranks(config, topology.ranks)
-        if topology.ranks_on_node is not None and topology.is_local:
-            memory_notes += check_memory(config, stages, hardware, sizes, ranks_on_node=topology.ranks_on_node)
-    notes = (
-        *topology.notes,
-        *backend_notes,
-        *_describe_saves(config),
-        *_describe_late_instruments(config),
-        *zero_notes,
-        *_describe_unused_keys(config),
-        *memory_notes,
-        *_describe_late_keys(config, stages),
-    )
-    return ResolvedRun(config, topology.ranks, notes)
+    _check_device_keys(config, topology)
+    resolved = resolve_config(config, topology.ranks, **topology.get_keys())
+    if config.launch.check_resources:
+        resolved = replace(resolved, vocab_size=find_vocab_size(config.data))
+    notes = [*topology.notes, *_describe_unsaved(resolved.config), *resolved.notes]
+    notes += _describe_unused_zero_keys(resolved.config)
+    if topology.ranks_on_node is not None and topology.is_local:
+        notes += check_memory(resolved, hardware, ranks_on_node=topology.ranks_on_node)
+    if resolved.open_config is None:
+        notes += _describe_late_stages(resolved)
+    return replace(resolved, notes=tuple(notes))
 
 
 def resolve_remote_run(
@@ -137,131 +110,6 @@ def _check_launched(config: Config, rank_info: RankInfo | None, dry_run: bool) -
         )
 
 
-@dataclass(frozen=True)
-class _Topology:
-    """Processes of a run and their device."""
-
-    device: str
-    ranks_on_node: int | None
-    """Number of processes on this machine, or None if a dry run cannot determine it."""
-    ranks: int | None
-    """Number of all processes."""
-    notes: tuple[str, ...] = ()
-    is_local: bool = True
-    """True if the device is on this machine."""
-
-    @property
-    def nodes(self) -> int | None:
-        """Number of machines, or None if it is unknown or they have different numbers of processes."""
-        return (
-            None
-            if self.ranks is None or self.ranks_on_node is None or self.ranks % self.ranks_on_node
-            else self.ranks // self.ranks_on_node
-        )
-
-
-def _resolve_topology(config: Config, hardware: LocalHardware, rank_info: RankInfo | None, dry_run: bool) -> _Topology:
-    """Determine the number of processes and their device as far as possible. Raises UserError for missing devices."""
-    launch, precision = config.launch, config.training.compute_dtype
-    ranks_on_node = launch.num_gpus if rank_info is None else rank_info.ranks_on_node
-    ranks = rank_info.world_size if rank_info is not None else ranks_on_node and ranks_on_node * (launch.nodes or 1)
-    gpus = hardware.num_gpus if launch.device != "cpu" else 0
-    wants_gpu = launch.device == "cuda" or (launch.device == "auto" and precision == "fp16")
-    if wants_gpu and not gpus and dry_run:
-        open_question = (
-            "the number of GPUs" if ranks else "the number of GPUs (num_gpus), the batch size derived from it"
-        )
-        note = f"this run needs a GPU, and this machine has none; not checked: {open_question}, and GPU memory"
-        return _Topology("cuda", ranks_on_node, ranks, (note,), is_local=False)
-    device = "cuda" if gpus else "cpu"
-    ranks_on_node = ranks_on_node or gpus or count_ranks_per_replica(config)
-    # A scheduler may show each process only its own GPU.
-    _check_device(
-        launch.device, device, precision, 1 if rank_info is not None and gpus == 1 else ranks_on_node, hardware
-    )
-    return _Topology(device, ranks_on_node, ranks or ranks_on_node * (launch.nodes or 1))
-
-
-def _resolve_backend(config: Config, device: str) -> tuple[str, list[str]]:
-    """Return the communication backend, and a line if it differs from the requested one."""
-    requested = config.launch.distributed_backend
-    backend = "gloo" if device == "cpu" or requested == "gloo" else "nccl"
-    if requested in ("auto", backend):
-        return backend, []
-    # GPT-NeoX's files always set nccl.
-    return backend, [f"distributed_backend {requested} needs GPUs; {backend} is used on this machine"]
-
-
-def _describe_saves(config: Config) -> Iterator[str]:
-    """Yield notes about data that will not be saved."""
-    train_iters = config.training.train_iters
-    if train_iters and (late := [step for step in config.checkpoint.extra_save_iters if step > train_iters]):
-        yield f"extra_save_iters {', '.join(map(str, late))}: after train_iters {train_iters}, so nothing is saved"
-    if config.checkpoint.save is None:
-        logging = config.logging
-        kept = [f"TensorBoard events in {logging.tensorboard_dir}"] * (
-            logging.use_tensorboard and logging.tensorboard_dir is not None
-        )
-        kept += ["Weights & Biases records in wandb"] * logging.use_wandb + ["Trackio's records"] * logging.use_trackio
-        but = f" except {' and '.join(kept)}" if kept else ""
-        yield f"save is not set: this run saves no checkpoints, metrics or log{but}"
-
-
-def _check_graphs(config: Config, device: str) -> None:
-    """Raise UserError if CUDA graphs are required on a CPU."""
-    if config.training.cuda_graph == "on" and device == "cpu":
-        raise UserError("cuda_graph on: this run uses the CPU, which has no CUDA graphs; use auto or off", "cuda_graph")
-
-
-def _check_instruments(config: Config, device: str, ranks: int | None) -> None:
-    """Check that profiles and snapshots can be recorded and written. Raises UserError."""
-    profile, snapshot = config.logging.profile, config.logging.memory_snapshot
-    if config.checkpoint.save is None and (profile.steps or snapshot is not None):
-        key = "profile" if profile.steps else "memory_snapshot"
-        raise UserError(f"{key} needs save: it is written to the run's folder", key)
-    if snapshot is not None and device == "cpu":
-        raise UserError(
-            f"memory_snapshot is {snapshot}, but this run uses the CPU, whose memory torch does not record; "
-            "remove it, or use a process profiler such as memray",
-            "memory_snapshot",
-        )
-    if ranks is not None and max(profile.ranks) >= ranks and (profile.steps or snapshot is not None):
-        raise UserError(
-            f"profile.ranks are {profile.ranks}, but the run has {ranks} rank{'s' * (ranks > 1)}, counted from 0",
-            "profile",
-        )
-
-
-def _describe_late_instruments(config: Config) -> Iterator[str]:
-    """Yield notes about profiles and snapshots after the last step, if the number of steps is known."""
-    train_iters, steps = config.training.train_iters, config.logging.profile.steps
-    if train_iters and steps and steps.start > train_iters:
-        yield f"profile.from {steps.start}: after train_iters {train_iters}, so nothing is profiled"
-    snapshot = config.logging.memory_snapshot
-    if train_iters and snapshot is not None and snapshot > train_iters:
-        yield (f"memory_snapshot {snapshot}: after train_iters {train_iters}, so written only if memory runs out")
-
-
-def _describe_late_keys(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
-    """Yield notes about stages and a warmup that the run ends before, if its number of steps is known."""
-    train_iters = config.training.train_iters
-    if not stages or not train_iters:
-        return
-    if num_late := max(0, len(config.training.stages) - len(stages)):
-        yield f"stages: the last {num_late} would start at train_iters {train_iters} or later and never run"
-    yield from describe_late_warmup(stages)
-
-
-def _describe_unused_keys(config: Config) -> Iterator[str]:
-    """Yield notes about keys that ZeRO does not use here; other projects' files set them everywhere."""
-    zero = config.training.zero_optimization
-    if unread := zero.list_unused_keys():
-        have = "has" if len(unread) == 1 else "have"
-        yield f"zero_optimization: {', '.join(unread)} {have} no effect at stage {zero.stage}"
-    if not zero.contiguous_gradients and zero.stage in (1, 2) and zero.offload_optimizer.device != "none":
-        yield "zero_optimization.contiguous_gradients has no effect with offload_optimizer: gradients are contiguous"
-
-
 def _check_rank(config: Config, rank_info: RankInfo) -> None:
     """Check that the number of started processes matches the keys. Raises UserError."""
     launch = config.launch
@@ -279,6 +127,62 @@ def _check_rank(config: Config, rank_info: RankInfo) -> None:
             f"{rank_info.ranks_on_node} of them on this machine",
             "nodes",
         )
+
+
+@dataclass(frozen=True)
+class _Topology:
+    """Processes of a run, their device and their communication backend."""
+
+    device: str
+    backend: str
+    ranks_on_node: int | None
+    """Number of processes on this machine, or None if a dry run cannot determine it."""
+    ranks: int | None
+    """Number of all processes."""
+    is_local: bool
+    """True if the device is on this machine."""
+    notes: tuple[str, ...] = ()
+
+    def get_keys(self) -> dict[str, str | int | None]:
+        """Return the configuration keys that it determines."""
+        # The number of machines is unknown if they have different numbers of processes.
+        nodes = None
+        if self.ranks is not None and self.ranks_on_node is not None and self.ranks % self.ranks_on_node == 0:
+            nodes = self.ranks // self.ranks_on_node
+        return {
+            "device": self.device,
+            "num_gpus": None if nodes is None else self.ranks_on_node,
+            "nodes": nodes,
+            "distributed_backend": self.backend,
+        }
+
+
+def _resolve_topology(config: Config, hardware: LocalHardware, rank_info: RankInfo | None, dry_run: bool) -> _Topology:
+    """Determine the number of processes and their device as far as possible. Raises UserError for missing devices."""
+    launch, precision = config.launch, config.training.compute_dtype
+    ranks_on_node = launch.num_gpus if rank_info is None else rank_info.ranks_on_node
+    ranks = rank_info.world_size if rank_info is not None else ranks_on_node and ranks_on_node * (launch.nodes or 1)
+    gpus = hardware.num_gpus if launch.device != "cpu" else 0
+    wants_gpu = launch.device == "cuda" or (launch.device == "auto" and precision == "fp16")
+    is_local = bool(gpus) or not (wants_gpu and dry_run)
+    device = "cuda" if gpus or not is_local else "cpu"
+    notes: list[str] = []
+    if is_local:
+        ranks_on_node = ranks_on_node or gpus or launch.ranks_per_replica
+        ranks = ranks or ranks_on_node * (launch.nodes or 1)
+        # A scheduler may show each process only its own GPU.
+        num_devices = 1 if rank_info is not None and gpus == 1 else ranks_on_node
+        _check_device(launch.device, device, precision, num_devices, hardware)
+    else:
+        open_question = (
+            "the number of GPUs" if ranks else "the number of GPUs (num_gpus), the batch size derived from it"
+        )
+        notes.append(f"this run needs a GPU, and this machine has none; not checked: {open_question}, and GPU memory")
+    requested = launch.distributed_backend
+    backend = "gloo" if device == "cpu" or requested == "gloo" else "nccl"
+    if requested not in ("auto", backend):  # GPT-NeoX's files always set nccl
+        notes.append(f"distributed_backend {requested} needs GPUs; {backend} is used on this machine")
+    return _Topology(device, backend, ranks_on_node, ranks, is_local, tuple(notes))
 
 
 def _check_device(requested: str, device: str, precision: str, ranks: int, hardware: LocalHardware) -> None:
@@ -302,3 +206,67 @@ def _check_device(requested: str, device: str, precision: str, ranks: int, hardw
             f"{PROCESSES_PER_CORE} per core",
             "num_gpus",
         )
+
+
+def _check_device_keys(config: Config, topology: _Topology) -> None:
+    """Check that the device supports CUDA graphs, profiles and snapshots if requested. Raises UserError."""
+    device, ranks = topology.device, topology.ranks
+    if config.training.cuda_graph == "on" and device == "cpu":
+        raise UserError("cuda_graph on: this run uses the CPU, which has no CUDA graphs; use auto or off", "cuda_graph")
+    profile, snapshot = config.logging.profile, config.logging.memory_snapshot
+    if config.checkpoint.save is None and (profile.steps or snapshot is not None):
+        key = "profile" if profile.steps else "memory_snapshot"
+        raise UserError(f"{key} needs save: it is written to the run's folder", key)
+    if snapshot is not None and device == "cpu":
+        raise UserError(
+            f"memory_snapshot is {snapshot}, but this run uses the CPU, whose memory torch does not record; "
+            "remove it, or use a process profiler such as memray",
+            "memory_snapshot",
+        )
+    if ranks is not None and max(profile.ranks) >= ranks and (profile.steps or snapshot is not None):
+        raise UserError(
+            f"profile.ranks are {profile.ranks}, but the run has {ranks} rank{'s' * (ranks > 1)}, counted from 0",
+            "profile",
+        )
+
+
+def _describe_unsaved(config: Config) -> Iterator[str]:
+    """Yield notes about checkpoints, records and profiles that will not be written."""
+    train_iters = config.training.train_iters
+    if train_iters and (late := [step for step in config.checkpoint.extra_save_iters if step > train_iters]):
+        yield f"extra_save_iters {', '.join(map(str, late))}: after train_iters {train_iters}, so nothing is saved"
+    if config.checkpoint.save is None:
+        logging = config.logging
+        kept = [f"TensorBoard events in {logging.tensorboard_dir}"] * (
+            logging.use_tensorboard and logging.tensorboard_dir is not None
+        )
+        kept += ["Weights & Biases records in wandb"] * logging.use_wandb + ["Trackio's records"] * logging.use_trackio
+        but = f" except {' and '.join(kept)}" if kept else ""
+        yield f"save is not set: this run saves no checkpoints, metrics or log{but}"
+    steps = config.logging.profile.steps
+    if train_iters and steps and steps.start > train_iters:
+        yield f"profile.from {steps.start}: after train_iters {train_iters}, so nothing is profiled"
+    snapshot = config.logging.memory_snapshot
+    if train_iters and snapshot is not None and snapshot > train_iters:
+        yield (f"memory_snapshot {snapshot}: after train_iters {train_iters}, so written only if memory runs out")
+
+
+def _describe_unused_zero_keys(config: Config) -> Iterator[str]:
+    """Yield notes about keys that ZeRO does not use here; other projects' files set them everywhere."""
+    zero = config.training.zero_optimization
+    if unread := zero.list_unused_keys():
+        have = "has" if len(unread) == 1 else "have"
+        yield f"zero_optimization: {', '.join(unread)} {have} no effect at stage {zero.stage}"
+    if not zero.contiguous_gradients and zero.stage in (1, 2) and zero.offload_optimizer.device != "none":
+        yield "zero_optimization.contiguous_gradients has no effect with offload_optimizer: gradients are contiguous"
+
+
+def _describe_late_stages(resolved: ResolvedRun) -> Iterator[str]:
+    """Yield notes about stages and a warmup that the run ends before, if its number of steps is known."""
+    stages, training = resolved.stages, resolved.config.training
+    train_iters = training.train_iters
+    if not stages or not train_iters:
+        return
+    if num_late := max(0, len(training.stages) - len(stages)):
+        yield f"stages: the last {num_late} would start at train_iters {train_iters} or later and never run"
+    yield from describe_late_warmup(stages)

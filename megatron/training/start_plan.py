@@ -114,23 +114,18 @@ def plan_start(
         UserError: if the configuration, the data and the checkpoint do not match.
         RunError: if a dataset or a checkpoint is damaged.
     """
-    sizes = sizes or groups.mesh.sizes
-    resume, order_notes = _enter_stage(plan_resume(config, groups, sizes=sizes, checksums=checksums))
+    resume, method_notes = plan_checkpoint(config, groups, sizes=sizes, checksums=checksums)
+    resume, order_notes = _enter_stage(resume)
     if rollback is not None:
         resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
     requested, config = config, resume.stage.config
     if requested.training.train_iters != config.training.train_iters:  # the corpus of the epochs has changed since
         requested = requested.replace(train_iters=config.training.train_iters)
-    resume.check_engine(config, sizes)
     vocabulary = read_vocabulary(config.data)
     resume.check_vocabulary(vocabulary.size, vocabulary.name, config.data.task)
     if config.checkpoint.save is not None and vocabulary.tokenizer is not None:
         with suppress(OSError):  # an unreadable folder is an error when it is written
             check_tokenizer_folder(config.checkpoint.save)
-    method_notes = resume.check_methods(config.position)
-    check_stages(resume)
-    if resume.source is not None and not resume.resumes:
-        check_added_processors(config, resume.source.path, resume.source.config)
     position = DataPosition()
     resume.trainer_state.restore(position)
     order = _build_sample_order(config, resume.stage, position)
@@ -143,6 +138,34 @@ def plan_start(
     )
     _check_later_data(resume, order, vocabulary)
     return StartPlan(config, requested, resume, vocabulary, position, order, slices, (*method_notes, *order_notes))
+
+
+def plan_checkpoint(
+    config: Config, groups: ProcessGroups, *, sizes: ParallelSizes | None = None, checksums: bool = True
+) -> tuple[ResumePlan, tuple[str, ...]]:
+    """Choose the checkpoint with which a run starts, and check that engine and methods of all stages suit it.
+
+    All processes must call this. The arguments are those of `plan_start`.
+
+    Returns:
+        The plan, and notes about methods.
+
+    Raises:
+        UserError: if a method cannot be built, or the configuration and the checkpoint do not match.
+        RunError: if the checkpoint is damaged.
+    """
+    resume = plan_resume(config, groups, sizes=sizes, checksums=checksums)
+    config = resume.stage.config
+    resume.check_engine(config, sizes or groups.mesh.sizes)
+    notes = resume.check_methods(config.position)
+    checked: list[tuple[ModelOptions, PositionOptions]] = []
+    for stage in (resume.stage, *resume.stages):  # those of later stages now instead of hours later
+        if (options := (stage.config.model, stage.config.position)) not in checked:
+            check_position_options(*options)
+            checked.append(options)
+    if resume.source is not None and not resume.resumes:
+        check_added_processors(config, resume.source.path, resume.source.config)
+    return resume, notes
 
 
 def list_eval_multiples(config: Config) -> list[int]:
@@ -187,15 +210,6 @@ def _check_later_data(resume: ResumePlan, order: SampleOrder, vocabulary: Vocabu
             vocabulary=own,
             separates_documents=config.position.attention_mask == "document",
         )
-
-
-def check_stages(resume: ResumePlan) -> None:
-    """Check the methods of all stages at the start instead of hours later."""
-    checked: list[tuple[ModelOptions, PositionOptions]] = []
-    for stage in (resume.stage, *resume.stages):
-        if (options := (stage.config.model, stage.config.position)) not in checked:
-            check_position_options(*options)
-            checked.append(options)
 
 
 def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:

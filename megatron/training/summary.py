@@ -13,9 +13,9 @@ import torch
 
 from megatron.checkpoint.layout import parse_step
 from megatron.checkpoint.run_folder import get_config_path
-from megatron.config.execution import resolve_mesh_shape
+from megatron.config.execution import build_stages, resolve_mesh_shape
 from megatron.config.schema import Config
-from megatron.config.stages import build_stages, find_stage
+from megatron.config.stages import find_stage
 from megatron.data.document_starts import describe_crossing_fraction
 from megatron.data.load_tokenizer import read_vocabulary
 from megatron.data.torch_data import ValidationDataset

@@ -14,7 +14,7 @@ from megatron.config.validation import check_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo, read_launcher_environment
 from megatron.training import summary
-from megatron.training.check_start import check_environment, resolve_data
+from megatron.training.check_start import TrainingMachines, check_environment, resolve_data
 from megatron.training.console import ConsoleReporter
 from megatron.training.loss_guard import Rollback
 from megatron.training.profiler import dump_memory_if_exhausted
@@ -41,7 +41,7 @@ def train(config: Config, console: Console | None = None) -> TrainResult:
         os.environ.update(launch_context.to_environment(config.launch.master_port))  # DeepSpeed reads torchrun's names
     check_config(config)
     resolved = resolve_run(config, LocalHardware.detect(), rank_info=rank_info)
-    check_environment(resolved.config)
+    check_environment(resolved, TrainingMachines())
     return train_resolved(resolved.config, rank_info, console)
 
 

@@ -2,7 +2,7 @@
 
 The code that starts the run has resolved the configuration (resolve_run.py).
 
-    begin_session          connect to the other processes, lock the folder, set seeds and determinism
+    begin_session          connect to the other processes, set seeds and determinism, lock the folder
     plan_start             determine and check the checkpoint and the data (start_plan.py)
     build_components       build data, model, engine
     restore_training_run   restore every state of the checkpoint, if there is one; the folder then belongs to this run
@@ -22,10 +22,10 @@ from megatron.checkpoint.layout import get_run_of_checkpoint, prune_checkpoints
 from megatron.checkpoint.resume import ResumePlan, archive_discarded_checkpoints
 from megatron.checkpoint.run_folder import RunLock, save_config
 from megatron.checkpoint.trainer_state import Stateful, TrainerState
-from megatron.config.execution import resolve_mesh_shape
+from megatron.config.execution import build_stages, resolve_mesh_shape
 from megatron.config.method_names import compute_user_method_digests
 from megatron.config.schema import Config
-from megatron.config.stages import Stage, build_stages, find_stage
+from megatron.config.stages import Stage, find_stage
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.document_starts import draw_document_starts
 from megatron.data.load_tokenizer import Vocabulary, save_tokenizer
@@ -83,30 +83,19 @@ class TrainingSession:
 
 
 def begin_session(config: Config, rank_info: RankInfo) -> TrainingSession:
-    """Connect to the other processes, lock the folder, and set determinism and seeds. All processes must call this.
+    """Connect to the other processes, set determinism and seeds, and lock the folder. All processes must call this.
 
     Raises:
         UserError: if another run is writing in the folder.
         RunError: if the folder cannot be written, the device cannot be used, or the others cannot be reached.
     """
-    launch = config.launch
-    groups = init_distributed(
-        rank_info,
-        resolve_mesh_shape(config, rank_info.world_size),
-        device=launch.device,
-        backend=launch.distributed_backend,
-    )
+    launch, sizes = config.launch, resolve_mesh_shape(config, rank_info.world_size)
+    groups = init_distributed(rank_info, sizes, device=launch.device, backend=launch.distributed_backend)
+    _set_determinism(config.training.deterministic)
+    rng.seed_torch(rng.derive_seed(config.training.seed, "initialization", groups.mesh))
     # Lock before anything in the folder is read, and after all processes have connected. Otherwise processes would keep
     # waiting, on their machines, for one that failed here and exited.
-    lock = _take_lock(config.checkpoint.save, groups)
-    try:
-        _set_determinism(config.training.deterministic)
-        rng.seed_torch(rng.derive_seed(config.training.seed, "initialization", groups.mesh))
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        raise
-    return TrainingSession(groups, lock)
+    return TrainingSession(groups, _take_lock(config.checkpoint.save, groups))
 
 
 def _take_lock(save: str | None, groups: ProcessGroups) -> RunLock | None:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from megatron import options
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.execution import resolve_batch_size
+from megatron.config.execution import resolve_config
 from megatron.config.load import load_config, read_config
 from megatron.config.schema import SECTIONS, Config, list_config_keys, map_key_owners, parse_section
 from megatron.config.yaml_files import format_value
@@ -107,7 +107,7 @@ def test_saved_configuration_reloads_to_an_equal_one(tmp_path: Path):
     config.save(path)
     assert read_config(path) == config
     assert load_config([path]).notes == ()
-    settled = resolve_batch_size(config, 2)
+    settled = resolve_config(config, 2).config
     settled.save(path)
     assert read_config(path) == settled
     assert settled.training.gradient_accumulation_steps == 4

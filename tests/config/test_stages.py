@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron.config.execution import build_stages
 from megatron.config.load import load_config
-from megatron.config.stages import build_stages
 from megatron.distributed.hardware import LocalHardware
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import UserError

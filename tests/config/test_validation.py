@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.execution import get_known_world_size, resolve_batch_size, resolve_mesh_shape
+from megatron.config.execution import resolve_config, resolve_mesh_shape
 from megatron.config.load import load_config
 from megatron.distributed.mesh import ParallelSizes
 from megatron.utils.errors import UserError
@@ -102,7 +102,7 @@ def test_two_batch_sizes_determine_the_third(micro, steps, ranks, hidden):
         "batch": f"train_batch_size={micro * steps * ranks}",
     }
     config = load_config([], [*SMALL, *(text for name, text in given.items() if name != hidden)]).config
-    training = resolve_batch_size(config, ranks).training
+    training = resolve_config(config, ranks).config.training
     assert training.train_micro_batch_size_per_gpu == micro
     assert training.gradient_accumulation_steps == steps
     assert training.train_batch_size == micro * steps * ranks
@@ -113,17 +113,17 @@ def test_a_batch_alone_is_one_micro_batch_per_rank(batch, ranks):
     config = load_config([], [*SMALL, f"train_batch_size={batch}"]).config
     if batch % ranks:
         with pytest.raises(UserError, match=f"train_batch_size {batch} is not"):
-            resolve_batch_size(config, ranks)
+            resolve_config(config, ranks)
         return
-    training = resolve_batch_size(config, ranks).training
+    training = resolve_config(config, ranks).config.training
     assert (training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps) == (batch // ranks, 1)
 
 
 def test_resolved_batch_is_stable_and_another_number_of_ranks_is_rejected():
-    config = resolve_batch_size(load_config([], [*SMALL, "train_batch_size=8"]).config, 2)
-    assert resolve_batch_size(config, 2) == config
+    config = resolve_config(load_config([], [*SMALL, "train_batch_size=8"]).config, 2).config
+    assert resolve_config(config, 2).config == config
     with pytest.raises(UserError, match="× 3 ranks = 12"):
-        resolve_batch_size(config, 3)
+        resolve_config(config, 3)
 
 
 def test_a_conflict_in_a_stage_blames_the_stages(tmp_path):
@@ -207,12 +207,12 @@ def test_indivisible_layouts_are_rejected_with_the_nearest_valid_one(overrides: 
 )
 def test_micro_batches_are_at_least_as_many_as_stages(overrides: tuple[str, ...], found: tuple[int, int, int]):
     config = load_config([], [*SMALL, "num_layers=4", *overrides]).config
-    training = resolve_batch_size(config, 2).training
+    training = resolve_config(config, 2 * config.launch.ranks_per_replica).config.training
     sizes = (training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps, training.train_batch_size)
     assert sizes == found
 
 
 def test_ranks_from_the_configuration_alone():
-    assert get_known_world_size(load_config([], SMALL).config) is None
-    assert get_known_world_size(load_config([], [*SMALL, "device=cpu"]).config) == 1
-    assert get_known_world_size(load_config([], [*SMALL, "device=cpu", "num_gpus=3"]).config) == 3
+    assert load_config([], SMALL).config.launch.known_world_size is None
+    assert load_config([], [*SMALL, "device=cpu"]).config.launch.known_world_size == 1
+    assert load_config([], [*SMALL, "device=cpu", "num_gpus=3"]).config.launch.known_world_size == 3

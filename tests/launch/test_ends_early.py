@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from tiny_runs import tiny_config
 
+from megatron.config.execution import ResolvedRun
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import init_distributed
 from megatron.launch.local_launcher import LOG_FILE, train_on_this_machine
 from megatron.position.catalog import METHODS_VARIABLE
-from megatron.training.resolve_run import ResolvedRun, resolve_run
+from megatron.training.resolve_run import resolve_run
 from megatron.training.trainer import TrainingHooks
 from megatron.utils.console import log_traceback
 from megatron.utils.errors import RunError, forbid_exits, is_out_of_files

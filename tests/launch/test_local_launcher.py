@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import run_folder
+from megatron.config.execution import ResolvedRun
 from megatron.config.load import load_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import LaunchContext, RankInfo
 from megatron.launch import dispatch, local_launcher, worker
-from megatron.training import check_start
-from megatron.training.resolve_run import ResolvedRun, resolve_run
+from megatron.training.resolve_run import resolve_run
 from megatron.utils.console import UnexpectedError
 from megatron.utils.errors import FarfieldWarning, RunError, UserError
 
@@ -27,11 +27,6 @@ SMALL = [
 
 def settled(*overrides: str) -> ResolvedRun:
     return resolve_run(load_config([], [*SMALL, *overrides]).config, LocalHardware(num_gpus=0, num_cores=2))
-
-
-@pytest.fixture(autouse=True)
-def _data_are_there(monkeypatch):
-    monkeypatch.setattr(check_start, "list_split_prefixes", lambda data, split: [])
 
 
 @pytest.fixture

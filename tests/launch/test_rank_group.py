@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.execution import ResolvedRun
 from megatron.config.load import load_config
 from megatron.distributed.launcher_environment import ADDRESS, RankInfo
+from megatron.distributed.mesh import ParallelSizes
 from megatron.launch import local_launcher, rank_group
-from megatron.training.resolve_run import ResolvedRun
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.signals import StoppedBySignal
 
@@ -329,7 +330,7 @@ def test_a_training_does_not_start_without_its_parent(monkeypatch: pytest.Monkey
     child = os.fork()
     if child == 0:
         try:
-            local_launcher.train_on_this_machine(ResolvedRun(CONFIG, 1, ()))
+            local_launcher.train_on_this_machine(ResolvedRun(CONFIG, ParallelSizes(), ()))
         except SystemExit as leaving:
             os._exit(10 + int(leaving.code))
         finally:

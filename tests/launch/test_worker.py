@@ -16,12 +16,12 @@ SCRIPT = Path(__file__).parents[1] / "support" / "ending_rank.py"
 
 
 def test_an_error_is_written_for_the_launcher_in_one_line(
-    tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in RankInfo().to_environment("127.0.0.1", 0).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker, "exit_with_parent", lambda: None)
-    config = tiny_config(tmp_path / "corpus", load=str(tmp_path / "no run"))
+    config = tiny_config(corpus, load=str(tmp_path / "no run"))
     resolve_run(config, LocalHardware.detect()).config.save(tmp_path / worker.CONFIG_FILE)
     assert worker.main([str(tmp_path), str(tmp_path / "log.txt"), "0"]) == 2
     left = json.loads(worker.get_error_path(tmp_path, 0).read_text())

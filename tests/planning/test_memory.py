@@ -8,7 +8,7 @@ import pytest
 from forked import Forked
 from tiny_runs import VOCABULARY, tiny_config
 
-from megatron.config.execution import resolve_batch_size
+from megatron.config.execution import resolve_batch_sizes
 from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import get_gpu_spec
@@ -206,7 +206,7 @@ def test_the_worst_stage_is_found_among_all(
     """The worst stage is found among all; stages equal to an earlier one are skipped."""
     options = {"num_layers": num_layers, "gradient_accumulation_steps": 8, "checkpoint_activations": False}
     config, sizes = settled("125M", "rotary", **options | pattern | keys), ParallelSizes(pipeline=8)
-    config = resolve_batch_size(config, 1)
+    config = config.replace(**resolve_batch_sizes(config, 1))
     cluster = Cluster(get_gpu_spec("a100-40gb"), 8)
     planned = plan_model(config)
     found = estimate_memory(planned, sizes, vocab_size), estimate_step_time(planned, sizes, vocab_size, cluster)

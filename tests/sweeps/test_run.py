@@ -48,7 +48,9 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     assert "left)" in output
 
     assert output.startswith("preparing the text of the corpus corpus: listing (")
-    last = r"open out/report\.html in a browser; results\.json, \.csv, \.md and \.png are next to it \(\d+ s\)"
+    last = (
+        r"open out/report\.html in a browser; results\.json, \.csv, \.md and \.png are next to it \((\d+ min )?\d+ s\)"
+    )
     assert re.fullmatch(last, output.splitlines()[-1]), "a method alone is compared with none"
 
     again, output = run()

@@ -264,15 +264,19 @@ def test_a_resumed_run_counts_its_existing_checkpoints(corpus: Path, tmp_path: P
     for step in (4, 5):
         (tmp_path / "checkpoints" / f"step_000000{step}").mkdir(parents=True)
     resumed = config.replace(load=str(tmp_path))
+
+    def check(config: Config) -> None:
+        check_resources.check_disk(resolve_run(config, CPU))
+
     disk["free"] = 3 * size + size  # one more than exist, until the oldest is deleted
-    check_resources.check_disk(resumed)
+    check(resumed)
     disk["free"] -= 1
     with pytest.raises(UserError, match=r"\(1 × "):
-        check_resources.check_disk(resumed)
-    check_resources.check_disk(resumed.replace(train_iters=5))  # nothing left to save
+        check(resumed)
+    check(resumed.replace(train_iters=5))  # nothing left to save
     earlier = resumed.replace(load=str(tmp_path / "checkpoints" / "step_0000004"), rollback=True)
     with pytest.raises(UserError, match=r"\(2 × "):  # step 5 is moved aside and kept
-        check_resources.check_disk(earlier)
+        check(earlier)
 
 
 def test_disk_space_is_that_of_the_nearest_existing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

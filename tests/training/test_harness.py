@@ -10,9 +10,10 @@ from tiny_runs import losses, records, same_weights, tiny_config, train_with_pro
 
 from megatron.config.load import load_config
 from megatron.config.schema import Config
+from megatron.distributed.hardware import LocalHardware
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
-from megatron.training.check_start import check_start
-from megatron.training.resolve_run import ResolvedRun
+from megatron.training.check_start import TrainingMachines, check_start
+from megatron.training.resolve_run import resolve_run
 from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
 from tools.rounding import compute_tolerance, count_gpt_sums
@@ -119,7 +120,7 @@ def test_processes_divide_the_requests(corpus: Path, folder: Path, tmp_path: Pat
 
 def check(config: Config) -> None:
     """Check a start as a dry run does."""
-    check_start(ResolvedRun(config, 1, ()))
+    check_start(resolve_run(config, LocalHardware(0, 1)), TrainingMachines())
 
 
 def test_errors_come_before_the_first_step(
@@ -150,10 +151,12 @@ def test_errors_come_before_the_first_step(
             assert "\n" not in str(error.value)
         assert not (run / "config.yml").exists()
     # A dry run does not reach the hub for data that training downloads.
-    hub_run = ResolvedRun(tiny_config(corpus, run, **harness(folder, tasks=["hub"], download=True)), 1, ())
-    assert not check_start(hub_run, may_download=False).has_task_data
+    hub_run = resolve_run(
+        tiny_config(corpus, run, **harness(folder, tasks=["hub"], download=True)), LocalHardware(0, 1)
+    )
+    assert not check_start(hub_run, TrainingMachines(), may_download=False).has_task_data
     with pytest.raises(RunError, match="the hub cannot be reached"):
-        check_start(hub_run)
+        check_start(hub_run, TrainingMachines())
     learned = {**harness(folder, length=32), "pos_emb": "learned"}
     with pytest.raises(UserError, match=r"harness.length: 32 tokens, but the model has 16 positions"):
         check(tiny_config(corpus, **learned))

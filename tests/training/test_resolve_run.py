@@ -151,14 +151,15 @@ def reloaded(config: Config, folder: Path) -> Config:
 @pytest.mark.parametrize("overrides", [["precision=fp16"], ["device=cuda"]])
 def test_a_dry_run_on_a_login_node_lists_unchecked_parts(overrides: list[str], tmp_path: Path) -> None:
     settled = resolve_run(config("save=a", "distributed_backend=nccl", *overrides), LOGIN_NODE, dry_run=True)
-    launch, training = settled.config.launch, settled.config.training
+    assert settled.open_config is not None
+    launch, training = settled.open_config.launch, settled.open_config.training
     assert (launch.device, launch.num_gpus, launch.distributed_backend) == ("cuda", None, "nccl")
     assert (training.train_batch_size, training.train_micro_batch_size_per_gpu) == (8, 2)
     assert settled.world_size is None
     assert [note for note in settled.notes if "the number of GPUs (num_gpus), the batch size" in note] == list(
         settled.notes
     )
-    there = resolve_run(reloaded(settled.config, tmp_path), LocalHardware(num_gpus=4, num_cores=8)).config
+    there = resolve_run(reloaded(settled.open_config, tmp_path), LocalHardware(num_gpus=4, num_cores=8)).config
     assert (there.launch.num_gpus, there.training.gradient_accumulation_steps) == (4, 1)
 
     known = resolve_run(config("save=a", "num_gpus=2", *overrides), LOGIN_NODE, dry_run=True)

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.execution import build_stages
 from megatron.config.load import load_config
-from megatron.config.stages import Stage, build_stages
+from megatron.config.stages import Stage
 from megatron.options.training import OptimizerChoice, OptimizerOptions, OptimizerParams
 from megatron.training.schedule import (
     LearningRateSchedule,

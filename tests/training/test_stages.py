@@ -16,8 +16,8 @@ from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.resume import plan_resume
 from megatron.checkpoint.trainer_state import TrainerState
+from megatron.config.execution import build_stages
 from megatron.config.schema import Config
-from megatron.config.stages import build_stages
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
