@@ -87,15 +87,16 @@ def plan(
     from dataclasses import replace
 
     from megatron.config.schema import parse_section
-    from megatron.distributed.hardware import get_gpu_spec
+    from megatron.distributed.hardware import describe_assumed_size, get_gpu_spec, resolve_gpu_name
     from megatron.planning.plan import make_plan
     from megatron.planning.step_time import Cluster
 
     request = parse_section(PlanOptions, options)
     gpu = get_gpu_spec(request.gpu)
+    print_notes(filter(None, [describe_assumed_size(request.gpu)]))
     loaded = load_config_arguments(arguments, conf_dir)
     gpu = gpu if request.gib is None else replace(gpu, gib=request.gib)
-    gpu_options = f"--gpu {request.gpu}" + ("" if request.gib is None else f" --gib {request.gib:g}")
+    gpu_options = f"--gpu {resolve_gpu_name(request.gpu)}" + ("" if request.gib is None else f" --gib {request.gib:g}")
     cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu, gpu_options)
     result = make_plan(loaded.config, _find_vocab_size(loaded.config, request.vocabulary), cluster)
     result = replace(result, arguments=loaded.arguments)
@@ -146,6 +147,7 @@ def rehearse(
     from dataclasses import replace
 
     from megatron.config.schema import parse_section
+    from megatron.distributed.hardware import describe_assumed_size
     from megatron.rehearsal.null_device.environment import GIB, get_gpu_model
     from megatron.rehearsal.rehearse import rehearse as rehearse_run
     from megatron.rehearsal.rehearsed_run import plan_rehearsal
@@ -154,6 +156,7 @@ def rehearse(
 
     request = parse_section(RehearseOptions, options)
     gpu, selection = get_gpu_model(request.gpu), parse_rank_selection(request.ranks)
+    print_notes(filter(None, [describe_assumed_size(request.gpu)]))
     gpu = gpu if request.gib is None else replace(gpu, memory=int(request.gib * GIB))
     loaded = load_config_arguments(arguments, conf_dir)
     with loaded.layers.locate_errors():

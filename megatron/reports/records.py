@@ -36,7 +36,7 @@ from megatron.reports import axes, metrics
 from megatron.reports.metrics import METRICS, Metric
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import UserError
-from megatron.utils.formatting import suggest_names
+from megatron.utils.formatting import suggest_names, suggest_path
 
 RESULTS_FILE = "results.json"
 DEFAULT_AXIS_FIELD = ("axis", "length")
@@ -324,7 +324,7 @@ def read_records(path: str | Path) -> list[Record]:
         text = path.read_text(encoding="utf-8")
         content = parse_json(text)
     except FileNotFoundError as error:
-        raise UserError(f"{path}: not found") from error
+        raise UserError(f"{path}: not found; {suggest_path(path)}".rstrip("; ")) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
