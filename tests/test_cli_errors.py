@@ -75,6 +75,8 @@ MISTAKES = {
         "tpu",
     ): "--device is tpu; did you mean cpu? choose from auto, cpu",
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "--backend is fast; choose from auto, eager",
+    ("report", "damaged"): "damaged/results.json: not JSON (",
+    ("report", "damaged/results.jsn"): "damaged/results.jsn: not found; did you mean damaged/results.json?",
     ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot requires --tasks",
     ("evaluate", "run", "--tasks", "piqa", "--num-windows", "3"): "--num-windows applies to texts only, but --tasks is",
     ("analyze",): "no run given; give a run folder, or a configuration with --config",
@@ -92,6 +94,10 @@ MISTAKES = {
     ): "error: --config 'tiny.yml precision=foo': precision is foo; choose from fp32, bf16, fp16",
     ("evaluate", "run", "--tasks", ","): "--tasks is []; it must be a list of at least 1",
     ("generate", "nowhere", "-p", "a"): "nowhere: no such folder",
+    ("generate", "run", "-p", "a", "--maximum-tokens", "0"): "error: --maximum-tokens is 0; it must be at least 1",
+    ("generate", "run", "-p", "a", "--max-new-tokens=0"): "error: --max-new-tokens is 0; it must be at least 1",
+    ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "error: --windows applies to texts only, but --tasks is",
+    ("sweep", "sweep.yml", "--member", "-1"): "error: --member is -1; it must be at least 0",
     ("generate", "run", "-p", "a", "--top-p", "0"): "error: --top-p is 0.0; it must be greater than 0",
     ("generate", "run", "-p", "a", "--temperature", "-1"): "--temperature is -1; it must be at least 0",
     ("generate", "run", "-p", "a", "--precision", "fp8"): "error: --precision is fp8; choose from auto",
@@ -194,7 +200,9 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
     )
     for run in ("a", "b/c"):
         (corpus / "several" / run / "checkpoints" / "step_0000004").mkdir(parents=True)
-    (corpus / "deep").mkdir()
+    for folder in ("deep", "damaged"):
+        (corpus / folder).mkdir()
+    (corpus / "damaged" / "results.json").write_text('[{"method": "a", ')
     (corpus / "deep" / "config.json").write_text('{"a":' * 200_000)
     (corpus / "lost" / "long").mkdir(parents=True)
     (corpus / "lost" / "latest").write_text("global_step9\n")

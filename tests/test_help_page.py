@@ -45,6 +45,12 @@ def test_the_program_has_a_page_in_the_same_style():
     assert {"Commands", "Options", "  -h, --help"} <= set(lines)
 
 
+def test_help_shows_no_older_spelling():
+    text = render("generate", 80)
+    assert "--max-new-tokens N" in text
+    assert "--maximum-tokens" not in text
+
+
 def test_help_names_options_instead_of_keys():
     text = " ".join(render("evaluate", 80).split())
     assert "For --find-key-tokens: a key token gains" in text

@@ -109,11 +109,11 @@ def print_command_help(command: Any, context: Any, console: Console) -> None:
         indent = 4 + max(map(len, commands))
         console.print("\n[bold]Commands[/]")
         for name, each in commands.items():
-            lines = Text.from_markup(each.help.partition("\n\n")[0]).wrap(console, width - indent)
-            for number, line in enumerate(lines):
-                line.rstrip()
+            summary = Text.from_markup(each.help.partition("\n\n")[0])
+            for number, line_text in enumerate(summary.wrap(console, width - indent)):
+                line_text.rstrip()
                 start = Text(f"  {name if number == 0 else '':{indent - 2}}", "cyan")
-                console.print(start + line, soft_wrap=True, highlight=False)
+                console.print(start + line_text, soft_wrap=True, highlight=False)
     for title, kind in (("Arguments", "argument"), ("Options", "option")):
         parameters = [each for each in command.get_params(context) if each.param_type_name == kind]
         if not parameters:

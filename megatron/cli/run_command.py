@@ -199,9 +199,10 @@ def describe_usage_error(error: Any) -> str:
     Returns:
         One line, or an empty string if the error has already shown the help.
     """
-    text, context = error.format_message().rstrip("."), getattr(error, "ctx", None)
-    kind, parameter = type(error).__name__, getattr(error, "param", None)
-    option = getattr(error, "option_name", None)
+    text, kind = error.format_message().rstrip("."), type(error).__name__
+    context: Any = getattr(error, "ctx", None)
+    parameter: Any = getattr(error, "param", None)
+    option: str = getattr(error, "option_name", "")
     usage = f"; usage: {describe_usage(context.command_path, context.command, context)}" if context else ""
     if kind == "NoSuchOption":
         return f"unknown option {option}; {_suggest_option(option, context)}"

@@ -110,7 +110,7 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
     dtype = resolve_dtype(options.precision, run.config.training.precision, device)
     meta_model = build_meta_model(run.config, request.tokenizer.vocab_size, backend=options.backend)
     for prompt in request.prompts or ("",):
-        check_prompt_length(meta_model, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.maximum_tokens)
+        check_prompt_length(meta_model, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.max_new_tokens)
     # Training's self-check does not cover decoding one row per step.
     backend = options.backend or run.config.model.attention_backend
     loaded = load_model(
