@@ -151,7 +151,8 @@ def _find_dataset(path: Path) -> Path:
     """
     if not path.is_dir():
         check_reachable(path)
-        if not path.exists() and not list(path.parent.glob(f"{path.name}*")):
+        files = [file for suffix in (".bin", ".idx") for file in path.parent.glob(f"{path.name}*{suffix}")]
+        if not path.exists() and not files:
             raise UserError(
                 f"{path}: not found; {suggest_path(path)}--data expects a file ({', '.join(SUFFIXES)}), a corpus, or a "
                 "dataset"
