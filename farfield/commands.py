@@ -128,7 +128,7 @@ def evaluate(
         runs: one run folder or several.
         output: folder for results.json, .csv and .png. If None, the folder of a single run.
         options: options of the command by key (`sweep.evaluate` in docs/configuration.md): `lengths=[512, 4096]`,
-            `multiples=[1, 2, 4]`, `protocol="nonoverlapping"`, `data="book.txt"`.
+            `lengths="1x,2x,4x"`, `protocol="nonoverlapping"`, `data="book.txt"`.
 
     Returns:
         One record per run and length: method, length, perplexity, nll, …
@@ -155,8 +155,13 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
     Raises UserError if the file is missing or does not contain records.
     """
     from megatron.reports.records import RESULTS_FILE, read_records
+    from megatron.utils.formatting import suggest_path
 
     file = Path(to_path("path", path))
+    if not file.exists():
+        raise UserError(
+            f"path is {file}, which does not exist; {suggest_path(file)}give a {RESULTS_FILE} or its folder"
+        )
     return [record.to_row() for record in read_records(file / RESULTS_FILE if file.is_dir() else file)]
 
 

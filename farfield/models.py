@@ -19,6 +19,7 @@ from megatron.checkpoint.trained_run import open_run
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.options.commands import GenerationOptions
 from megatron.options.model import MAX_LENGTH
+from megatron.options.section import list_accepted_names
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
 from megatron.utils.imports import pause_garbage_collection
@@ -182,7 +183,7 @@ class Model:
 
         Args:
             prompt: a text or a list of texts.
-            options: options of `./deepy.py generate`: maximum_tokens, temperature, top_k, top_p, seed, stop,
+            options: options of `./deepy.py generate`: max_new_tokens, temperature, top_k, top_p, seed, stop,
                 batch_size.
 
         Returns:
@@ -199,7 +200,7 @@ class Model:
         for name in options:
             if name in LOADED_OPTIONS:
                 raise UserError(f"{name} is an option of farfield.load")
-            if name not in own_names:
+            if name not in list_accepted_names(GenerationOptions):
                 raise UserError(f"there is no option {name}; {format_choices(name, own_names)}")
         generator = TextGenerator(
             self._loaded.model, self.tokenizer, parse_section(GenerationOptions, options, source=None)

@@ -295,14 +295,14 @@ def test_a_run_keeps_the_configuration_file_in_its_folder(corpus, inside):
 
 
 def test_generate_writes_text_to_standard_output_and_the_rest_to_standard_error(corpus, trained, inside):
-    made = inside("generate", "runs/one", "-p", "The quick", "--maximum-tokens", "5", "--temperature", "0", cwd=corpus)
+    made = inside("generate", "runs/one", "-p", "The quick", "--max-new-tokens", "5", "--temperature", "0", cwd=corpus)
     assert made.returncode == 0, made.stderr
     assert made.stdout.endswith("\n")
     (line,) = made.stderr.splitlines()
     assert re.fullmatch(
         r"9 prompt tokens, first new token after [0-9.]+ s; [1-5] new tokens(, [0-9,]+ tokens/s)?", line
     )
-    again = inside("generate", "runs/one", "-p", "The quick", "--maximum-tokens", "5", "--top-k", "1", cwd=corpus)
+    again = inside("generate", "runs/one", "-p", "The quick", "--max-new-tokens", "5", "--top-k", "1", cwd=corpus)
     assert again.stdout == made.stdout
 
 

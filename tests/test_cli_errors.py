@@ -15,10 +15,20 @@ MISTAKES = {
     ("train", "125M", "precision=bf16"): "no data to train on",
     ("train", "162M", "local_setup", "device=cuda", "num_gpus=99"): "is not train_micro_batch_size_per_gpu 32 ×",
     ("train", "tiny", "num_gpus=2", "train_data_paths=[data/none]", "save=runs/none"): "no dataset data/none",
-    ("evaluate",): "Missing argument",
+    ("evaluate",): "error: missing RUN…; usage: ./deepy.py evaluate [OPTIONS] RUN…",
+    ("prepare", "shakespeare"): "error: missing --output; usage: ./deepy.py prepare [OPTIONS] SOURCE… -o FOLDER",
+    ("prepare", "shakespear", "-o", "out"): "shakespear: no such file or folder; did you mean shakespeare? a source is",
+    ("prepare", "txt/0.txt", "-o", "out"): "txt/0.txt: no such file or folder; did you mean text/0.txt? a source is",
+    ("evaluate", "run", "--lenghts", "1x"): "error: unknown option --lenghts; did you mean --lengths?",
+    ("report", "run", "--yes"): "error: unknown option --yes; ./deepy.py report --help lists the options",
+    ("generate", "run", "--top-k", "many"): "error: --top-k is many; it must be an integer",
+    ("generate", "run", "--top-k"): "error: --top-k has no value; give one",
+    ("evaluate", "run", "--find-key-tokens=1"): "error: --find-key-tokens takes no value; omit the value",
+    ("keys", "a", "b"): "error: unexpected argument b; usage: ./deepy.py keys [OPTIONS] [TEXT]",
+    ("evalute", "run"): "error: unknown command 'evalute'; did you mean evaluate?",
     ("evaluate", "run", "--window", "nonsense"): "--window is nonsense; it must be an integer",
     ("evaluate", "run", "--num-windows", "0"): "--num-windows is 0; it must be at least 1",
-    ("--window", "nonsense"): "it after its command: ./deepy.py evaluate … --window nonsense (see ./deepy.py --help)",
+    ("--window", "nonsense"): "--window; place it after its command: ./deepy.py evaluate … --window nonsense",
     ("evaluate", "nowhere"): "nowhere: no such folder",
     ("evaluate", "data"): "data: contains no checkpoint; give a run's folder",
     ("evaluate", "rnu"): "rnu: no such folder; did you mean run? give a run's folder",
@@ -30,7 +40,7 @@ MISTAKES = {
         "several",
     ): "this folder has no checkpoint but contains runs that do; choose one of: several/a several/b/c",
     ("generate", "several/b", "-p", "a"): "but contains runs that do; choose one of: several/b/c",
-    ("positions", "kerple_logg"): "did you mean kerple_log or kerple_log3 or kerple_power?",
+    ("positions", "kerple_logg"): "did you mean kerple_log or kerple_log3?",
     ("positions", "alibbi"): "no method's name contains 'alibbi'; did you mean alibi?",
     ("tasks", "flip_flip"): "no task contains 'flip_flip'; did you mean flip_flop?",
     ("evaluate", "run", "run/."): "the same checkpoint is given twice: run, run/.",
@@ -45,6 +55,14 @@ MISTAKES = {
         "first",
     ): "error: --protocol is first; choose from last",
     ("evaluate", "run", "--lengths", "16", "--data", "nowhere"): "nowhere: not found; --data expects a file (.txt",
+    (
+        "evaluate",
+        "run",
+        "--lengths",
+        "16",
+        "--data",
+        "text/1.tx",
+    ): "text/1.tx: not found; did you mean text/1.txt?",
     ("evaluate", "run", "--lengths", "16", "-o", "tiny.yml"): "--output is tiny.yml, which is a file; name a folder",
     ("train", "tiny", "save=tiny.yml"): "save is tiny.yml, which is a file; name a folder",
     ("train", "tiny", "save=tiny.yml/x", "--dry-run"): "save is tiny.yml/x, but tiny.yml is a file; name a folder",
@@ -65,6 +83,8 @@ MISTAKES = {
         "tpu",
     ): "--device is tpu; did you mean cpu? choose from auto, cpu",
     ("evaluate", "run", "--lengths", "16", "--backend", "fast"): "--backend is fast; choose from auto, eager",
+    ("report", "damaged"): "damaged/results.json: not JSON (",
+    ("report", "damaged/results.jsn"): "damaged/results.jsn: not found; did you mean damaged/results.json?",
     ("evaluate", "run", "--num-fewshot", "0"): "--num-fewshot requires --tasks",
     ("evaluate", "run", "--tasks", "piqa", "--num-windows", "3"): "--num-windows applies to texts only, but --tasks is",
     ("analyze",): "no run given; give a run folder, or a configuration with --config",
@@ -82,6 +102,10 @@ MISTAKES = {
     ): "error: --config 'tiny.yml precision=foo': precision is foo; choose from fp32, bf16, fp16",
     ("evaluate", "run", "--tasks", ","): "--tasks is []; it must be a list of at least 1",
     ("generate", "nowhere", "-p", "a"): "nowhere: no such folder",
+    ("generate", "run", "-p", "a", "--maximum-tokens", "0"): "error: --maximum-tokens is 0; it must be at least 1",
+    ("generate", "run", "-p", "a", "--max-new-tokens=0"): "error: --max-new-tokens is 0; it must be at least 1",
+    ("evaluate", "run", "--tasks", "piqa", "--windows", "3"): "error: --windows applies to texts only, but --tasks is",
+    ("sweep", "sweep.yml", "--member", "-1"): "error: --member is -1; it must be at least 0",
     ("generate", "run", "-p", "a", "--top-p", "0"): "error: --top-p is 0.0; it must be greater than 0",
     ("generate", "run", "-p", "a", "--temperature", "-1"): "--temperature is -1; it must be at least 0",
     ("generate", "run", "-p", "a", "--precision", "fp8"): "error: --precision is fp8; choose from auto",
@@ -89,14 +113,14 @@ MISTAKES = {
     ("generate", "run", "-p", "a", "--stop", ""): "--stop is empty",
     ("generate", "run", "--file", "nowhere"): "nowhere: not found; --file expects a text",
     ("sweep", "no_such_file"): "no_such_file: no such configuration file",
-    ("plan", "125M", "--gpu", "a200"): "--gpu a200: unknown GPU; did you mean h200? choose from a10, a100-40gb",
+    ("plan", "125M", "--gpu", "a200"): "--gpu a200: unknown GPU; did you mean a800 or b200 or h200? choose from a10,",
     ("plan", "125M", "--gpus", "0"): "--gpus is 0; it must be at least 1",
     (
         "rehearse",
         "125M",
         "--gpu",
         "h300",
-    ): "--gpu h300: unknown GPU; did you mean h800? choose from a100-40gb",
+    ): "--gpu h300: unknown GPU; did you mean h100 or h200 or h800? choose from a100",
     ("rehearse", "125M", "--ranks", "first"): "--ranks 'first': it must be roles, all, or ranks such as 0,5,60-63",
     ("rehearse", "125M", "a100_8k", "--gpus", "6"): "= 4 does not divide the 6 processes (num_gpus); use 4 or 8",
     ("rehearse", "125M", "a100_8k", "--gpus", "12"): "--gpus 12: not a multiple of 8 GPUs per node; change it",
@@ -121,6 +145,7 @@ MISTAKES = {
     ("status", "x" * 300): "x: cannot be used (File name too long)",
     ("prepare", "x" * 300, "-o", "out"): "x: cannot be used (File name too long)",
     ("generate", "run", "-f", "x" * 300): "x: cannot be used (File name too long)",
+    ("show-batch", "begun", "3", "9999"): "step 9999 is after the last step; batches are known up to step 4",
     ("status", "nowhere"): "nowhere: no such folder",
     ("status", "tiny.yml"): "tiny.yml: is a file; it must be a run's folder, or a folder of runs",
     ("evaluate", "tiny.yml"): "tiny.yml: is a file; give a run's folder or one of its checkpoints/step_…",
@@ -146,7 +171,7 @@ MISTAKES = {
     ("train", "tiny", "--dry-run", "save=/proc/a/b"): "save is /proc/a/b, which cannot be written to",
     ("train", "tiny", "train_iters=2020-01-01"): "train_iters is 2020-01-01; it must be an integer",
     ("status", "data"): "data: contains no run",
-    ("nonsense",): "No such command 'nonsense'",
+    ("nonsense",): "error: unknown command 'nonsense'; choose from train, plan, rehearse,",
 }
 
 OWN = ("results.md", "metrics.jsonl", "analysis.html", "data/kernels.csv", "runs/rotary/seed_1234.yml")
@@ -166,7 +191,10 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
 
     data = f"test_data_paths=[{corpus}/data/fox/test_text_document]"
     checkpoint = corpus / "run" / "checkpoints" / "step_0000004"
-    load_config([corpus / "tiny.yml"], [data]).config.save(checkpoint / "config.yml")
+    config = load_config([corpus / "tiny.yml"], [data]).config
+    for run in (checkpoint, corpus / "begun"):
+        run.mkdir(parents=True, exist_ok=True)
+        config.save(run / "config.yml")
     TrainerState(step=4, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
     (checkpoint / "model.safetensors").touch()  # nobody reads it
     (corpus / "own" / "data").mkdir(parents=True)
@@ -180,7 +208,9 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
     )
     for run in ("a", "b/c"):
         (corpus / "several" / run / "checkpoints" / "step_0000004").mkdir(parents=True)
-    (corpus / "deep").mkdir()
+    for folder in ("deep", "damaged"):
+        (corpus / folder).mkdir()
+    (corpus / "damaged" / "results.json").write_text('[{"method": "a", ')
     (corpus / "deep" / "config.json").write_text('{"a":' * 200_000)
     (corpus / "lost" / "long").mkdir(parents=True)
     (corpus / "lost" / "latest").write_text("global_step9\n")

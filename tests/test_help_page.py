@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from megatron.cli.app import COMMANDS, app, get_command_name
-from megatron.cli.help_page import print_command_help, wrap_command
+from megatron.cli.help_page import list_shown_flags, print_command_help, wrap_command
 
 NAMES = [get_command_name(function) for function, _ in COMMANDS]
 
@@ -30,8 +30,25 @@ def test_every_option_is_whole_at_80_columns(name):
         assert len(line) <= 80
         assert not re.search(r"<\w+( range)?>|\[/?bold|\[default|\w\[\d", line), line  # typer's notation and markup
     for parameter in typer.main.get_command(app).commands[name].params:
-        for flag in parameter.opts if parameter.param_type_name == "option" else ():
+        for flag in list_shown_flags(parameter) if parameter.param_type_name == "option" else ():
             assert re.search(rf"^  (\S+, )?{flag}( |,|$)", text, re.MULTILINE), flag
+
+
+def test_the_program_has_a_page_in_the_same_style():
+    """The program's page has a summary of each command, no frames, and no line longer than the terminal."""
+    program, file = typer.main.get_command(app), io.StringIO()
+    context = program.make_context("./deepy.py", [], resilient_parsing=True)
+    print_command_help(program, context, Console(file=file, width=80))
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= 80 and not re.search("[─│╭╰]", line) for line in lines)
+    assert [match[1] for line in lines if (match := re.match(r"  ([a-z][\w-]*) +[A-Z]", line))] == NAMES
+    assert {"Commands", "Options", "  -h, --help"} <= set(lines)
+
+
+def test_help_shows_no_older_spelling():
+    text = render("generate", 80)
+    assert "--max-new-tokens N" in text
+    assert "--maximum-tokens" not in text
 
 
 def test_help_names_options_instead_of_keys():

@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from megatron.cli import run_command
+from megatron.cli.train import advise_after_interrupt
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.signals import convert_signals_to_exceptions, exit_on_signal
 
@@ -160,6 +161,20 @@ def test_help_with_a_closed_pipe(tmp_path: Path) -> None:
     with open(writer, "w") as output:
         done = subprocess.run([sys.executable, DEEPY, "--help"], stdout=output, stderr=subprocess.PIPE, timeout=60)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_an_interrupt_before_the_first_checkpoint_says_how_to_start_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "saved" / "checkpoints" / "step_0000004").mkdir(parents=True)
+    for save, is_advised in ((None, True), (str(tmp_path / "new"), True), (str(tmp_path / "saved"), False)):
+        with pytest.raises(KeyboardInterrupt), advise_after_interrupt(save):
+            raise KeyboardInterrupt
+        expected = "no checkpoint saved; run the same command to start again\n" if is_advised else ""
+        assert capfd.readouterr().err == expected
+    with advise_after_interrupt(None):
+        pass
+    assert capfd.readouterr().err == ""
 
 
 def test_other_signal_handlers_are_kept() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from megatron.utils.errors import UserError, check_reachable
-from megatron.utils.formatting import find_nearest_name
+from megatron.utils.formatting import suggest_path
 
 CHECKPOINTS, ARCHIVE_FOLDER = "checkpoints", "abandoned"
 WEIGHTS, CONFIG, PROGRESS = "model.safetensors", "config.yml", "progress.json"
@@ -104,7 +104,7 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
         return path
     if not path.is_dir():
         check_reachable(path)
-        problem = "is a file; " if path.exists() else f"no such folder; {suggest_folder(path)}"
+        problem = "is a file; " if path.exists() else f"no such folder; {suggest_path(path, is_folder=True)}"
         raise UserError(f"{path}: {problem}give a run's folder or one of its {CHECKPOINTS}/step_…")
     latest = find_latest_checkpoint(find_run_folder(path))
     if latest is None:
@@ -116,28 +116,6 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
             )
         raise UserError(f"{path}: contains no checkpoint; give a run's folder or one of its {CHECKPOINTS}/step_…")
     return latest
-
-
-def suggest_folder(path: Path) -> str:
-    """Return a suggestion for a mistyped folder, or an empty string.
-
-    `runs/kerpel` or `rnus/kerple` give `did you mean runs/kerple?` if that folder exists.
-    """
-    folder = next((parent for parent in path.parents if parent.is_dir()), None)
-    if folder is None:
-        return ""
-    for name in path.relative_to(folder).parts:
-        if not (folder / name).is_dir():
-            try:
-                names = [child.name for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
-            except OSError:
-                return ""
-            near = find_nearest_name(name, names)
-            if near is None:
-                return ""
-            name = near
-        folder = folder / name
-    return f"did you mean {folder}? "
 
 
 def _list_runs_in(path: Path) -> list[Path]:

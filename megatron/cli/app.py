@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from megatron.cli.convert import export, import_, prepare
 from megatron.cli.evaluate import analyze, evaluate, generate, report
 from megatron.cli.help_page import print_command_help
-from megatron.cli.run_command import pass_errors_through, run_command
+from megatron.cli.run_command import name_typed_options, pass_errors_through, run_command
 from megatron.cli.show import checkpoints, keys, positions, show_batch, status, tasks
 from megatron.cli.train import plan, rehearse, sweep, train
 from megatron.options.section import read_docstring
@@ -49,6 +49,13 @@ PACKAGES = ("torch", "triton", "deepspeed", "megatron-core", "transformers", "lm
 """Packages that affect results and should be included in problem reports (`--version`)."""
 
 
+def print_help(command: Any, context: Any) -> None:
+    """Print the help page of a command, or of the program."""
+    from megatron.utils.console import PlainConsole
+
+    print_command_help(command, context, PlainConsole())
+
+
 class Commands(TyperGroup):
     """Command group that accepts names with `.py`, as in GPT-NeoX: `./deepy.py train.py …`."""
 
@@ -59,14 +66,19 @@ class Commands(TyperGroup):
         with pass_errors_through():
             return super().invoke(ctx)
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        print_help(self, ctx)
+
 
 class Command(TyperCommand):
     """Command with our help page. It rejects empty arguments and values; an empty path would be the current folder."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        from megatron.utils.console import PlainConsole
+    def invoke(self, ctx: Any) -> Any:
+        with name_typed_options(self.params):
+            return super().invoke(ctx)
 
-        print_command_help(self, ctx, PlainConsole())
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        print_help(self, ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = {
@@ -103,7 +115,7 @@ def format_help(text: str) -> str:
 app = typer.Typer(
     cls=Commands,
     name="deepy.py",
-    help=replace_program_name("""Pretrain GPTs that extrapolate to lengths they were never trained on.
+    help=format_help("""Pretrain GPTs that extrapolate to lengths they were never trained on.
 
     From text to a table in three steps:
 
@@ -115,6 +127,7 @@ app = typer.Typer(
 
     Help for a command: ./deepy.py train --help"""),
     no_args_is_help=True,
+    subcommand_metavar="COMMAND …",
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -129,10 +129,8 @@ def replace_key_by_option(line: str, flags: Mapping[str, str]) -> str:
 
 
 def list_flags(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """Return the option names of a key."""
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    flags: Any = extra.get("flags") or (f"--{name.replace('_', '-')}",)
-    return tuple(flags)
+    """Return the option names of a key, the older one last."""
+    return tuple(f"--{each.replace('_', '-')}" for each in (name, field.alias) if each is not None)
 
 
 def build_option(name: str, field: FieldInfo, options: Mapping[str, str]) -> inspect.Parameter:

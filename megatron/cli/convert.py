@@ -244,6 +244,8 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from megatron.utils.console import print_table
+
     table = Table(box=None, pad_edge=False)
     table.add_column("split")
     for heading in ("documents", "tokens", "bytes"):
@@ -253,7 +255,7 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
     state = "already exists" if corpus.reused else "prepared"
     headline = f"{corpus.folder} {state}: tokenizer {corpus.tokenizer}, {corpus.vocab_size:,} tokens"
     console.print(escape(headline), highlight=False, soft_wrap=True)
-    console.print(table)
+    print_table(console, table)
     for line in _describe_rows(corpus):
         console.print(line, highlight=False, soft_wrap=True)
     for note in corpus.notes:

@@ -142,7 +142,7 @@ def generate(
 
       ./deepy.py generate runs/kerple "def main("
 
-      ./deepy.py generate runs/kerple --prompt "def main(" --maximum-tokens 200 --temperature 0.8 --top-p 0.95
+      ./deepy.py generate runs/kerple --prompt "def main(" --max-new-tokens 200 --temperature 0.8 --top-p 0.95
 
       ./deepy.py generate runs/kerple --temperature 0 < book.txt
 

@@ -1,4 +1,4 @@
-"""Help page of a command in the terminal: usage, description, examples, arguments and options.
+"""Help page of a command in the terminal: usage, description, examples, subcommands, arguments and options.
 
 Each option has a line of its own with its meaning below, so that no name is shortened on a narrow terminal.
 """
@@ -43,9 +43,18 @@ class ParameterHelp:
     """Bounds, default, or `required`; values are between backquotes."""
 
 
+def list_shown_flags(parameter: Any) -> list[str]:
+    """Return the spellings of an option that help shows: short ones and the first long one, the others being older."""
+    flags = [flag for flag in parameter.opts if flag.startswith("-")]
+    long = [flag for flag in flags if flag.startswith("--")]
+    return [flag for flag in flags if flag not in long[1:]]
+
+
 def describe_parameter(parameter: Any, context: Any) -> ParameterHelp:
     """Return the help of a parameter of a typer command."""
     names, meaning = parameter.get_help_record(context)
+    for flag in set(parameter.opts).difference(list_shown_flags(parameter)) - {parameter.name}:
+        names = re.sub(rf", {flag}(?=[ ,/]|$)", "", names)
     if parameter.param_type_name == "argument":
         names = parameter.metavar or names
     found = [PLACEHOLDERS[each] for each in re.findall(r"<[^>]*>", names) if each in PLACEHOLDERS]
@@ -68,15 +77,19 @@ def _describe_fact(fact: str) -> str:
 
 
 def describe_usage(name: str, command: Any, context: Any) -> str:
-    """Return the usage of a command: its name, and its arguments without typer's braces."""
+    """Return the usage of a command: its name, its arguments without typer's braces, and its required options."""
     pieces = [
         re.sub(r"^\{(.+)\}$", r"\1", piece.removesuffix("...")) for piece in command.collect_usage_pieces(context)
     ]
+    for parameter in command.get_params(context):
+        if parameter.param_type_name == "option" and parameter.required:
+            placeholder = describe_parameter(parameter, context).placeholder or parameter.metavar
+            pieces += [list_shown_flags(parameter)[0], placeholder]
     return " ".join([name, *pieces])
 
 
 def print_command_help(command: Any, context: Any, console: Console) -> None:
-    """Print the help page of a command."""
+    """Print the help page of a command, or of a group of commands with a summary of each."""
     width = min(MAX_WIDTH, console.width)
 
     def show(text: Text, indent: int = 0) -> None:
@@ -92,6 +105,15 @@ def print_command_help(command: Any, context: Any, console: Console) -> None:
                 console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
         else:
             show(Text.from_markup(block))
+    if commands := getattr(command, "commands", {}):
+        indent = 4 + max(map(len, commands))
+        console.print("\n[bold]Commands[/]")
+        for name, each in commands.items():
+            summary = Text.from_markup(each.help.partition("\n\n")[0])
+            for number, line_text in enumerate(summary.wrap(console, width - indent)):
+                line_text.rstrip()
+                start = Text(f"  {name if number == 0 else '':{indent - 2}}", "cyan")
+                console.print(start + line_text, soft_wrap=True, highlight=False)
     for title, kind in (("Arguments", "argument"), ("Options", "option")):
         parameters = [each for each in command.get_params(context) if each.param_type_name == kind]
         if not parameters:

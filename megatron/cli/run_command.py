@@ -9,18 +9,20 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shlex
 import signal
 import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from pydantic import ValidationError
 
+from megatron.cli.help_page import describe_usage, list_shown_flags
 from megatron.position.catalog import MethodFileError
 from megatron.utils.console import redirect_to_null, set_ascii_fallback
 from megatron.utils.errors import (
@@ -32,6 +34,7 @@ from megatron.utils.errors import (
     is_out_of_files,
     to_path_error,
 )
+from megatron.utils.formatting import suggest_names
 from megatron.utils.project import replace_program_name
 from megatron.utils.signals import (
     StoppedBySignal,
@@ -121,14 +124,8 @@ def _run_app(app: Any, name: str) -> int:
     except Exception as error:
         # The base class of typer's own errors, wherever typer defines it.
         if any(kind.__name__ == "ClickException" for kind in type(error).__mro__):
-            if isinstance(error.__cause__, ValidationError):  # an option's value; our message is clearer
-                from megatron.config.schema import describe_option_error
-
-                option = getattr(error, "param", None)
-                _print_error(describe_option_error(error.__cause__, option.opts[0] if option else "a value"))
-                return 2
-            if message := _describe_usage_error(error):
-                _print_error(f"{message} (see {_get_help_hint(error, name)})")
+            if message := describe_usage_error(error):
+                _print_error(message)
             return 2
         _print_error(describe_file_limit() if is_out_of_files(error) else _write_traceback(error))
         return 1
@@ -193,20 +190,68 @@ def _prepare_terminal_size() -> None:
             del os.environ[name]
 
 
-def _describe_usage_error(error: Any) -> str:
-    """Return the message of a usage error, or the correct command line for a misplaced option."""
-    text = error.format_message().rstrip(".")
-    option = getattr(error, "option_name", None)
-    commands = getattr(getattr(error.ctx, "command", None), "commands", {})  # set for errors before any command
-    commands_with_option = [
-        name for name, candidate in commands.items() if any(option in parameter.opts for parameter in candidate.params)
-    ]
-    if commands_with_option:
-        rest = shlex.join(word for word in sys.argv[1:] if word not in commands)
-        text += f"; place it after its command: ./deepy.py {commands_with_option[0]} … {rest}"
-    return text
+def describe_usage_error(error: Any) -> str:
+    """Describe an error of the command-line parser in the form of our errors: the problem, then the remedy.
+
+    Args:
+        error: usage error of typer, or of the click that older versions of typer use.
+
+    Returns:
+        One line, or an empty string if the error has already shown the help.
+    """
+    text, kind = error.format_message().rstrip("."), type(error).__name__
+    context: Any = getattr(error, "ctx", None)
+    parameter: Any = getattr(error, "param", None)
+    option: str = getattr(error, "option_name", "")
+    usage = f"; usage: {describe_usage(context.command_path, context.command, context)}" if context else ""
+    if kind == "NoSuchOption":
+        return f"unknown option {option}; {_suggest_option(option, context)}"
+    if kind == "BadOptionUsage":
+        return f"{option} has no value; give one" if "requires" in text else f"{option} takes no value; omit the value"
+    if kind == "MissingParameter" and parameter is not None:
+        option = max(parameter.opts, key=len)
+        return f"missing {option if option.startswith('-') else parameter.metavar}{usage}"
+    if kind == "BadParameter" and parameter is not None:
+        option = find_typed_option(parameter.opts)
+        if isinstance(error.__cause__, ValidationError):
+            from megatron.config.schema import describe_option_error
+
+            return describe_option_error(error.__cause__, option)
+        return f"{option}: {error.message.rstrip('.')}"
+    if match := re.match(r"No such command '(.*?)'", text):
+        names = context.command.commands
+        return f"unknown command {match[1]!r}; {suggest_names(match[1], names) or 'choose from ' + ', '.join(names)}"
+    if match := re.match(r"Got unexpected extra argument\(?s?\)? \((.*)\)", text):
+        return f"unexpected argument {match[1]}{usage}"
+    return f"{text}{usage}" if text else ""
 
 
-def _get_help_hint(error: Any, name: str) -> str:
-    context = getattr(error, "ctx", None)
-    return f"{context.command_path if context else name} --help"
+def _suggest_option(option: str, context: Any) -> str:
+    """Return the remedy for an unknown option: the nearest one, or the command that has it."""
+    commands = getattr(context.command, "commands", {})  # set for options before any command
+    for name, candidate in commands.items():
+        if any(option in parameter.opts for parameter in candidate.params):
+            rest = shlex.join(word for word in sys.argv[1:] if word not in commands)
+            return f"place it after its command: ./deepy.py {name} … {rest}"
+    known = [flag for parameter in context.command.get_params(context) for flag in list_shown_flags(parameter)]
+    return suggest_names(option, known) or f"{context.command_path} --help lists the options"
+
+
+def find_typed_option(flags: Sequence[str]) -> str:
+    """Return the long spelling of an option that the user typed, or the first one."""
+    typed = {word.partition("=")[0] for word in sys.argv[1:]}
+    return next((flag for flag in flags if flag in typed and flag.startswith("--")), flags[0])
+
+
+@contextmanager
+def name_typed_options(parameters: Sequence[Any]) -> Iterator[None]:
+    """Make errors of a command name its options by the spelling that the user typed, such as an older one."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+        for parameter in parameters:
+            shown, typed = parameter.opts[0], find_typed_option(parameter.opts)
+            if typed != shown and shown.startswith("--"):
+                message = re.sub(rf"(?<![\w-]){shown}(?![\w-])", typed, message)
+        raise UserError(message, error.key) from error

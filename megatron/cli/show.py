@@ -214,7 +214,7 @@ def show_batch(
     from megatron.utils.progress import WaitAnnouncer
 
     wanted = parse_steps(steps)
-    find_started_run(run)  # before importing torch, which may take long
+    reject_later_steps(find_started_run(run), wanted)  # before importing torch and reading data, which may take long
     found: list[dict[str, Any]] = []
     with WaitAnnouncer(print_to_stderr, f"reading the data of {run}"):
         from megatron.training.batch_contents import BatchHistory
@@ -247,6 +247,22 @@ def parse_steps(texts: list[str]) -> list[int]:
             raise UserError(f"STEP {text}: a range has at most 10,000 steps")
         steps.update(dict.fromkeys(range(first, last + 1)))
     return list(steps)
+
+
+def reject_later_steps(run: Path, steps: list[int]) -> None:
+    """Reject steps after the last one of a run, according to its configuration and checkpoints. Raises UserError."""
+    from megatron.checkpoint.layout import list_checkpoints, parse_step
+    from megatron.checkpoint.run_folder import get_config_path, is_saved_config
+    from megatron.config.load import read_config
+
+    path = get_config_path(run)
+    train_iters = read_config(path).training.train_iters if is_saved_config(path) else None
+    if train_iters is None:
+        return  # in epochs: only the data tell the number of steps
+    last = max([train_iters, *(parse_step(checkpoint) or 0 for checkpoint in list_checkpoints(run))])
+    for step in steps:
+        if step > last:
+            raise UserError(f"step {step} is after the last step; batches are known up to step {last:,}")
 
 
 def describe_attempt(history: BatchHistory, attempt: StepAttempt, rank: int | None, limit: int) -> dict[str, Any]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +20,7 @@ from megatron.cli.arguments import (
     split_arguments,
 )
 from megatron.options.commands import PlanOptions, RehearseOptions
+from megatron.utils.signals import StoppedBySignal, clean_up_on_signal
 
 if TYPE_CHECKING:
     from megatron.config.schema import Config
@@ -59,7 +64,34 @@ def train(
     with report_errors_once(launch_context):
         silent = launch_context is not None and launch_context.rank_info.rank > 0
         loaded = load_config_arguments(arguments, conf_dir, silent=silent)
-        return launch_training(loaded, launch_context, print_notes, dry_run=dry_run)
+        is_main = launch_context is None and not dry_run
+        with advise_after_interrupt(loaded.config.checkpoint.save) if is_main else nullcontext():
+            return launch_training(loaded, launch_context, print_notes, dry_run=dry_run)
+
+
+@contextmanager
+def advise_after_interrupt(save: str | None) -> Iterator[None]:
+    """Print how to start again if a signal ends the run before it saved anything.
+
+    A run that trains saves a checkpoint after a signal, says how to resume it, and ends without an exception.
+    """
+    from megatron.checkpoint.layout import list_checkpoints
+
+    standard_error = os.dup(2)  # during a run, descriptor 2 is its log
+
+    def advise() -> None:
+        if save is None or not list_checkpoints(Path(save)):
+            with suppress(OSError):  # the terminal may be closed
+                os.write(standard_error, b"no checkpoint saved; run the same command to start again\n")
+
+    try:
+        with clean_up_on_signal(advise):
+            yield
+    except (KeyboardInterrupt, StoppedBySignal):
+        advise()
+        raise
+    finally:
+        os.close(standard_error)
 
 
 GPT2_VOCAB_SIZE = 50257
@@ -87,15 +119,17 @@ def plan(
     from dataclasses import replace
 
     from megatron.config.schema import parse_section
-    from megatron.distributed.hardware import get_gpu_spec
+    from megatron.distributed.hardware import describe_assumed_size, get_gpu_spec, resolve_gpu_name
     from megatron.planning.plan import make_plan
     from megatron.planning.step_time import Cluster
 
     request = parse_section(PlanOptions, options)
     gpu = get_gpu_spec(request.gpu)
+    print_notes(filter(None, [describe_assumed_size(request.gpu)]))
     loaded = load_config_arguments(arguments, conf_dir)
-    gpu = gpu if request.gib is None else replace(gpu, gib=request.gib)
-    gpu_options = f"--gpu {request.gpu}" + ("" if request.gib is None else f" --gib {request.gib:g}")
+    gpu = gpu if request.gpu_memory is None else replace(gpu, gib=request.gpu_memory)
+    memory_option = "" if request.gpu_memory is None else f" --gpu-memory {request.gpu_memory:g}"
+    gpu_options = f"--gpu {resolve_gpu_name(request.gpu)}{memory_option}"
     cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu, gpu_options)
     vocab_size = _find_vocab_size(loaded.config, request.vocabulary)
     result = replace(make_plan(loaded.config, vocab_size, cluster), arguments=loaded.arguments)
@@ -146,6 +180,7 @@ def rehearse(
     from dataclasses import replace
 
     from megatron.config.schema import parse_section
+    from megatron.distributed.hardware import describe_assumed_size
     from megatron.rehearsal.null_device.environment import GIB, get_gpu_model
     from megatron.rehearsal.rehearse import rehearse as rehearse_run
     from megatron.rehearsal.rehearsed_run import plan_rehearsal
@@ -154,7 +189,8 @@ def rehearse(
 
     request = parse_section(RehearseOptions, options)
     gpu, selection = get_gpu_model(request.gpu), parse_rank_selection(request.ranks)
-    gpu = gpu if request.gib is None else replace(gpu, memory=int(request.gib * GIB))
+    print_notes(filter(None, [describe_assumed_size(request.gpu)]))
+    gpu = gpu if request.gpu_memory is None else replace(gpu, memory=int(request.gpu_memory * GIB))
     loaded = load_config_arguments(arguments, conf_dir)
     with loaded.layers.locate_errors():
         run = plan_rehearsal(loaded.config, request.gpus, request.gpus_per_node, request.vocabulary, gpu.memory)

@@ -9,7 +9,6 @@ other: `train_epochs` on the command line replaces a file's `train_iters`.
 
 from __future__ import annotations
 
-import difflib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -406,8 +405,8 @@ class ConfigLayers:
             siblings |= {key: key for key, rule in self.key_rules.items() if rule.is_suggested}
         all_names = [".".join(key) for key in list_config_keys()]
         elsewhere = [other for other in all_names if other.split(".")[-1] == path[-1]]  # a bare `stage`, or `params.lr`
-        here = difflib.get_close_matches(path[-1], siblings, 1, cutoff=0.8)  # `harness.task`, although `task` is a key
-        hint = f"did you mean {' or '.join([*(siblings[key] for key in here), *elsewhere])}?" if elsewhere else ""
-        hint = hint or suggest_names(path[-1], siblings, max_suggestions=2, cutoff=0.63, shown=siblings)
-        hint = hint or suggest_names(name, all_names, cutoff=0.8) or "`./deepy.py keys` lists all keys"
+        here = [siblings[key] for key in siblings if key.rstrip("s") == path[-1].rstrip("s")]  # `harness.task`
+        hint = f"did you mean {' or '.join([*here, *elsewhere])}?" if elsewhere else ""
+        hint = hint or suggest_names(path[-1], siblings, max_suggestions=2, shown=siblings)
+        hint = hint or suggest_names(name, all_names) or "`./deepy.py keys` lists all keys"
         return f"unknown key {name!r}; {hint}"

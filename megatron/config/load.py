@@ -161,7 +161,7 @@ def _suggest_config(stem: str, config_names: set[str]) -> str:
         return f"; it is a value: pos_emb={stem}"
     if method is not None:
         return f"; it is a method without an overlay: {method[0]}={stem}"
-    hint = suggest_names(stem, sorted(config_names), max_suggestions=3, cutoff=0.7)
+    hint = suggest_names(stem, sorted(config_names), max_suggestions=3)
     return f"; {hint}" if hint else ""
 
 

@@ -27,7 +27,7 @@ from megatron.options.launch import LaunchOptions
 from megatron.options.model import ModelOptions
 from megatron.options.output import CheckpointOptions, LoggingOptions
 from megatron.options.position import PositionOptions
-from megatron.options.section import ChangePolicy, ConfigSection, read_docstring
+from megatron.options.section import ChangePolicy, ConfigSection, list_accepted_names, read_docstring
 from megatron.options.training import BATCH_SIZES, OptimizerOptions, TrainingOptions
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import UserError
@@ -298,6 +298,8 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
         choices = [format_value(choice) for choice in key.choices] if key else expected.split(", ")
         text = format_choices(format_value(error["input"]), choices) if len(choices) > 1 else f"it must be {choices[0]}"
         return f"{text} ({key.doc})" if key and len(choices) <= 2 else text
+    if error_type == "extra_forbidden":  # unknown keys are reported before
+        return "an older name of this key is also given; omit it"
     return error["msg"][0].lower() + error["msg"][1:]
 
 
@@ -369,7 +371,7 @@ def parse_section(section: type[SectionT], values: Mapping[str, Any], source: st
         UserError: one line per problem.
     """
     prefix = f"{source}: " if source else ""
-    if unknown := [name for name in values if name not in section.model_fields]:
+    if unknown := [name for name in values if name not in list_accepted_names(section)]:
         raise UserError(f"{prefix}there is no option {unknown[0]}; {format_choices(unknown[0], section.model_fields)}")
     wrapper = create_model("CommandLine", __base__=ConfigSection, options=(section, ...))
     try:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from megatron.checkpoint.layout import suggest_folder
 from megatron.config.schema import Config
 from megatron.config.yaml_files import dump_yaml
 from megatron.conversion.families.farfield import TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
@@ -27,7 +26,7 @@ from megatron.planning.model_costs import count_parameters, plan_model
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError, check_reachable
-from megatron.utils.formatting import format_choices
+from megatron.utils.formatting import format_choices, suggest_path
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +63,7 @@ def read_source(path: Path, configs: Sequence[Path] = ()) -> ModelSource:
         if path.exists():
             raise UserError(f"{path}: is a file; give its folder")
         check_reachable(path)
-        raise UserError(f"{path}: no such folder; {suggest_folder(path)}".rstrip("; "))
+        raise UserError(f"{path}: no such folder; {suggest_path(path, is_folder=True)}".rstrip("; "))
     if (path / HF_CONFIG_FILE).is_file():
         if configs:
             raise UserError(f"--config {configs[0]}: the model is already described by {path / HF_CONFIG_FILE}")

@@ -213,6 +213,16 @@ def resolve_gpu_name(text: str) -> str:
     raise UserError(f"--gpu {text}: unknown GPU; {format_choices(text.lower(), names)}")
 
 
+def describe_assumed_size(text: str) -> str | None:
+    """Return a note on the memory size assumed for a GPU name without one (a100), or None if the name has one."""
+    sizes = [name.lower().replace(" ", "-") for name in MEMORY_SIZES if name.split()[0].lower() == text.lower()]
+    if not sizes:
+        return None
+    assumed = resolve_gpu_name(text)
+    others = " or ".join(f"--gpu {name}" for name in sizes if name != assumed)
+    return f"--gpu {text}: assuming the smallest size, {assumed}; use {others} for another"
+
+
 def get_gpu_spec(text: str) -> GpuSpec:
     """Return the specifications of a GPU by a name written by a user. Raises UserError as `resolve_gpu_name` does."""
     wanted = resolve_gpu_name(text)

@@ -97,13 +97,13 @@ def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> 
     for multiple in multiples:
         if not same_train_length:
             raise UserError(
-                f"multiples: {multiple:g}x is ambiguous, because the runs were trained at different lengths; give "
+                f"lengths: {multiple:g}x is ambiguous, because the runs were trained at different lengths; give "
                 "lengths in tokens"
             )
         length = multiple * train_lengths[0]
         if not (1 <= length < MAX_EVALUATION_LENGTH and math.floor(length) == length):
             raise UserError(
-                f"multiples: {multiple:g}x is {length:.6g} tokens at the training length {train_lengths[0]:,}; "
+                f"lengths: {multiple:g}x is {length:.6g} tokens at the training length {train_lengths[0]:,}; "
                 "it must be a whole number of tokens"
             )
         lengths.add(int(length))

@@ -158,7 +158,7 @@ def check_prompt_length(model: GPT, prompt_length: int, max_new_tokens: int) -> 
     needed = prompt_length + max_new_tokens - 1  # the last token is generated but never an input
     if model.max_length is not None and needed > model.max_length:
         room = model.max_length + 1 - prompt_length
-        hint = f"use --maximum-tokens {room} or less" if room > 0 else "the prompt alone is too long"
+        hint = f"use --max-new-tokens {room} or less" if room > 0 else "the prompt alone is too long"
         raise UserError(
             f"the model has {model.max_length:,} positions; a prompt of {prompt_length:,} tokens and "
             f"{max_new_tokens:,} new tokens need {needed:,}; {hint}"

@@ -17,6 +17,7 @@ from megatron.data.tokenizers import Tokenizer
 from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
 from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import FarfieldError, UserError, check_reachable
+from megatron.utils.formatting import suggest_path
 from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.progress import WaitAnnouncer
 
@@ -51,7 +52,8 @@ def collect_prompts(prompts: Sequence[str], files: Sequence[Path], standard_inpu
     for path in files:
         if not path.is_file():
             check_reachable(path)
-            raise UserError(f"{path}: {'is a folder' if path.is_dir() else 'not found'}; --file expects a text file")
+            problem = "is a folder; " if path.is_dir() else f"not found; {suggest_path(path)}"
+            raise UserError(f"{path}: {problem}--file expects a text file")
         texts = [decode_document(document) or "" for document in iter_raw_documents(describe_source_file(path))]
         if not texts:
             raise UserError(f"{path}: no text found")
@@ -108,7 +110,7 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
     dtype = resolve_dtype(options.precision, run.config.training.precision, device)
     meta_model = build_meta_model(run.config, request.tokenizer.vocab_size, backend=options.backend)
     for prompt in request.prompts or ("",):
-        check_prompt_length(meta_model, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.maximum_tokens)
+        check_prompt_length(meta_model, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.max_new_tokens)
     # Training's self-check does not cover decoding one row per step.
     backend = options.backend or run.config.model.attention_backend
     loaded = load_model(

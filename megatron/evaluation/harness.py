@@ -161,7 +161,7 @@ class HarnessModel(TemplateLM):
         answers: dict[int, tuple[str, tuple[int, bool]]] = {}
         for numbers in by_options.values():
             options = self._read_generation_options(requests[numbers[0]])
-            max_context = self.max_length - options.maximum_tokens
+            max_context = self.max_length - options.max_new_tokens
             contexts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
             own = range(self._sharding.rank, len(numbers), self._sharding.num_ranks)
             for completion in self._complete([context[-max_context:] for context in contexts], own, options):
@@ -203,7 +203,7 @@ class HarnessModel(TemplateLM):
         temperature = float(task_options.get("temperature", 1.0)) if task_options["do_sample"] else 0.0
         top_p = float(task_options.get("top_p", 1.0))
         return GenerationOptions(
-            maximum_tokens=tokens,
+            max_new_tokens=tokens,
             temperature=temperature,
             top_k=int(task_options.get("top_k", 0)),
             top_p=top_p,

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPT
 
 OPTIONS_UNUSED_BY_HARNESS = (
-    "data", "protocol", "windows", "targets", "stride", "min_context", "measures", "depths", "effective_score",
+    "data", "protocol", "num_windows", "targets", "stride", "min_context", "measures", "depths", "score_threshold",
     *LOSS_OPTIONS,
 )  # fmt: skip
 """Options that do not apply to harness tasks."""

@@ -90,7 +90,7 @@ class Passkey(Probe):
     ) -> Self:
         if options.targets is not None:
             raise UserError("targets: protocol passkey scores the key's digits; omit it")
-        depths, effective_score = options.depths or DEPTHS, options.effective_score or DEFAULT_EFFECTIVE_SCORE
+        depths, effective_score = options.depths or DEPTHS, options.score_threshold or DEFAULT_EFFECTIVE_SCORE
         return cls(lengths, num_sequences, tokenizer, depths, effective_score)
 
     def score(self, loaded: LoadedModel, scoring: ScoringContext) -> list[Record]:

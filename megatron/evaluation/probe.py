@@ -205,7 +205,7 @@ class RepeatedTokens(Probe):
     def from_options(
         cls, options: EvaluationOptions, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer
     ) -> Self:
-        if options.depths is not None or options.effective_score is not None:
+        if options.depths is not None or options.score_threshold is not None:
             raise UserError("depths: protocol repeated uses distances, not depths; omit it")
         num_copied, *more = options.targets or [DEFAULT_NUM_COPIED]
         if more:

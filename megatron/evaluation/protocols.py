@@ -147,7 +147,7 @@ def plan_from_options(options: EvaluationOptions, train_lengths: Sequence[int], 
         lengths,
         options.protocol,
         targets=targets,
-        windows=options.windows,
+        windows=options.num_windows,
         stride=options.stride,
         min_context=options.min_context,
     )
@@ -186,7 +186,7 @@ def build_scoring_plan(
     if lengths[0] < 1:
         raise UserError(f"lengths: {lengths[0]} is not valid; it must be at least 1 token")
     if windows is not None and windows < 1:
-        raise UserError(f"windows = {windows}: it must be at least 1")
+        raise UserError(f"num_windows = {windows}: it must be at least 1")
     # One token more than the window, because the successor of the last input is a target too.
     if stream_length < lengths[-1] + 1:
         raise UserError(
@@ -244,7 +244,9 @@ def _plan_strided(stream_length: int, lengths: tuple[int, ...], stride: int | No
     # Neighboring windows are not independent samples, so a block is as long as the largest window.
     per_block = min(-(-lengths[-1] // stride), count)
     if windows is not None and count % per_block:
-        raise UserError(f"windows = {windows}: it must be a multiple of {per_block} for this stride and these lengths")
+        raise UserError(
+            f"num_windows = {windows}: it must be a multiple of {per_block} for this stride and these lengths"
+        )
     count -= count % per_block
     ends = first + np.arange(count, dtype=np.int64) * stride
     targets = TargetSet(lengths, count // per_block, per_block * stride, dict.fromkeys(lengths, stride))
@@ -263,8 +265,9 @@ def _check_windows(
 ) -> None:
     if windows is not None and windows > max_windows:
         raise UserError(
-            f"windows = {windows}: the text to score has {stream_length:,} tokens, enough for {max_windows} windows "
-            f"of {targets} targets at length {lengths[-1]:,}; use fewer windows, fewer targets, or shorter lengths"
+            f"num_windows = {windows}: the text to score has {stream_length:,} tokens, enough for {max_windows} "
+            f"windows of {targets} targets at length {lengths[-1]:,}; use fewer windows, fewer targets, or shorter "
+            "lengths"
         )
 
 
@@ -292,12 +295,12 @@ def _plan_span(
         )
     if windows is not None and windows > max_blocks * per_block:
         raise UserError(
-            f"windows = {windows}: the text to score has {stream_length:,} tokens, enough for "
+            f"num_windows = {windows}: the text to score has {stream_length:,} tokens, enough for "
             f"{max_blocks * per_block} windows of {lengths[-1]:,}"
         )
     if windows is not None and windows % per_block:
         raise UserError(
-            f"windows = {windows}: with these lengths, windows of {lengths[-1]:,} need a multiple of {per_block} "
+            f"num_windows = {windows}: with these lengths, windows of {lengths[-1]:,} need a multiple of {per_block} "
             f"({block:,} tokens, the smallest common multiple)"
         )
     blocks = max_blocks if windows is None else windows // per_block

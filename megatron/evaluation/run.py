@@ -166,7 +166,7 @@ def build_eval_target_of_config(name: str, config: Config, options: EvaluationOp
 
 
 def _build_text_eval(options: EvaluationOptions, configs: Sequence[Config], text: EvalText) -> EvalTarget:
-    for name in ("depths", "effective_score"):
+    for name in ("depths", "score_threshold"):
         if getattr(options, name) is not None:
             raise UserError(f"{name}: only for needle maps (protocol passkey or runs trained on a task); omit it")
     plan = plan_from_options(options, [config.model.seq_length for config in configs], len(text.tokens))
@@ -192,7 +192,7 @@ def build_probe(options: EvaluationOptions, lengths: Sequence[int], tokenizer: T
     """
     unused = ("data", "stride", "min_context", "measures", "attention_mask", *LOSS_OPTIONS)
     reject_text_options(options, unused, f"protocol {options.protocol} generates its own text")
-    num_sequences = options.windows or DEFAULT_PROBE_SEQUENCES
+    num_sequences = options.num_windows or DEFAULT_PROBE_SEQUENCES
     probe = PROBES[options.protocol].from_options(options, lengths, num_sequences, tokenizer)
     probe.check_lengths()
     return probe

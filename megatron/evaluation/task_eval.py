@@ -295,17 +295,17 @@ def build_task_eval(options: EvaluationOptions, configs: Sequence[Config]) -> Ta
     task_config, depths = _change_options(task_configs[0], options.task_options), options.depths
     if depths is not None and not task_config.task.has_depth:
         raise UserError(f"depths: the task {task_config.label} does not support depths; omit it")
-    if depths is None and options.effective_score is not None:
-        raise UserError("effective_score: only for needle maps; add depths")
+    if depths is None and options.score_threshold is not None:
+        raise UserError("score_threshold: only for needle maps; add depths")
     reasons = {length: task_config.task.describe_unsupported_length(length) for length in lengths}
     for length, reason in reasons.items():
         if reason is not None and (are_given or all(reasons.values())):
             raise UserError(f"lengths: {length} is not valid for the task {task_config.label}: {reason}")
     lengths = tuple(length for length, reason in reasons.items() if reason is None)
     if depths is None:
-        return TaskEval(task_config, lengths, options.windows or DEFAULT_NUM_SEQUENCES)
-    num_sequences = options.windows or DEFAULT_NEEDLE_SEQUENCES
-    effective_score = options.effective_score or DEFAULT_EFFECTIVE_SCORE
+        return TaskEval(task_config, lengths, options.num_windows or DEFAULT_NUM_SEQUENCES)
+    num_sequences = options.num_windows or DEFAULT_NEEDLE_SEQUENCES
+    effective_score = options.score_threshold or DEFAULT_EFFECTIVE_SCORE
     return TaskDepthEval(task_config, lengths, num_sequences, tuple(depths), effective_score)
 
 

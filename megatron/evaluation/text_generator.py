@@ -90,7 +90,7 @@ class TextGenerator:
         rows = [
             _CompletionBuilder(self, Completion(index), prompt) for index, prompt in zip(indices, prompts, strict=True)
         ]
-        steps = self.options.maximum_tokens
+        steps = self.options.max_new_tokens
         for step, tokens in enumerate(decode_tokens(self.model, prompts, steps, choose_token), start=1):
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 if row.completion.finish_reason is None:

@@ -24,6 +24,7 @@ from megatron.data.load_tokenizer import Vocabulary, build_vocabulary, load_run_
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.data import DataOptions, Split
 from megatron.utils.errors import UserError, check_reachable
+from megatron.utils.formatting import suggest_path
 
 MAX_DIGEST_TOKENS = 1 << 20
 """Maximum number of tokens hashed for a text's digest: all of a small text, blocks spread over a large one."""
@@ -150,8 +151,12 @@ def _find_dataset(path: Path) -> Path:
     """
     if not path.is_dir():
         check_reachable(path)
-        if not path.exists() and not list(path.parent.glob(f"{path.name}*")):
-            raise UserError(f"{path}: not found; --data expects a file ({', '.join(SUFFIXES)}), a corpus, or a dataset")
+        files = [file for suffix in (".bin", ".idx") for file in path.parent.glob(f"{path.name}*{suffix}")]
+        if not path.exists() and not files:
+            raise UserError(
+                f"{path}: not found; {suggest_path(path)}--data expects a file ({', '.join(SUFFIXES)}), a corpus, or a "
+                "dataset"
+            )
         return path
     if not (path / CORPUS_FILE).is_file():
         return path  # a folder of datasets

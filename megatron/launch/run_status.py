@@ -32,9 +32,9 @@ from megatron.training.metrics_log import (
     read_heartbeat,
     read_metrics_log,
 )
-from megatron.utils.console import PlainConsole
+from megatron.utils.console import PlainConsole, print_table
 from megatron.utils.errors import FarfieldError, UserError, check_reachable, describe_cause
-from megatron.utils.formatting import format_bytes, format_decimal, format_duration, format_quantity
+from megatron.utils.formatting import format_bytes, format_decimal, format_duration, format_quantity, suggest_path
 
 MAX_HEARTBEAT_AGE = 60.0
 """Maximum age of the heartbeat of a running run on another machine, in seconds."""
@@ -84,7 +84,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             raise UserError(f"{path}: is a file; it must be a run's folder, or a folder of runs")
         if not path.is_dir():
             check_reachable(path)
-            suggestion = layout.suggest_folder(path)
+            suggestion = suggest_path(path, is_folder=True)
             raise UserError(f"{path}: no such folder; {suggestion}".rstrip("; "))
         candidates = [path] if _is_run(path) else sorted(_walk_run_folders(path))
         found_runs = [run for run in candidates if _is_run(run)]
@@ -209,12 +209,14 @@ def _is_alive(run: Path, beat: dict[str, Any]) -> bool:
     return held is None or beat.get("host") != socket.gethostname()
 
 
-def build_status_table(statuses: Sequence[RunStatus]) -> Table:
-    """Build a table for a terminal with one row per run; long cells are wrapped."""
+def build_status_table(statuses: Sequence[RunStatus], max_width: int) -> Table:
+    """Build a table for a terminal with one row per run; if it is too wide, it has narrower gaps and wraps runs."""
     headers, rows = format_status_cells(statuses)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for header in ("run", *headers):
-        table.add_column(header, overflow="fold")
+    gap = 2 if max(map(cell_len, format_status_lines(statuses))) <= max_width else 1
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, gap, 0, 0))
+    table.add_column("run", overflow="fold")
+    for header in headers:
+        table.add_column(header, no_wrap=True)
     for status, cells in zip(statuses, rows, strict=True):
         table.add_row(*map(Text, (status.run, *cells)))
     return table
@@ -236,11 +238,11 @@ def format_status_cells(statuses: Sequence[RunStatus]) -> tuple[tuple[str, ...],
 
     Columns without any value are omitted, for example MFU on CPUs.
     """
-    headers = ("state", "step", "loss", "validation", "tokens/s", "MFU", "time left", "checkpoint")
+    headers = ("state", "step", "loss", "valid", "tokens/s", "MFU", "left", "saved")
     rows: list[tuple[str, ...]] = [
         (
             status.state,
-            f"{status.step:,}" + ("" if status.train_iters is None else f" / {status.train_iters:,}"),
+            f"{status.step:,}" + ("" if status.train_iters is None else f"/{status.train_iters:,}"),
             UNKNOWN if status.loss is None else format_decimal(status.loss, 4),
             UNKNOWN if status.valid_loss is None else format_decimal(status.valid_loss, 4),
             _format_number(status.tokens_per_second, ",.0f"),
@@ -279,18 +281,18 @@ def print_status(paths: Sequence[Path], *, as_json: bool, follow: bool = False, 
     if not console.is_terminal:
         _print_lines(console, format_status_lines(statuses))
     elif not follow:
-        console.print(build_status_table(statuses))
+        console.print(build_status_table(statuses, console.width))
     for line in (line for status in statuses for line in status.problems):
         console.print(f"note: {line}", markup=False, soft_wrap=True)
     if not follow:
         return True
-    live = Live(build_status_table(statuses), console=console, auto_refresh=False)
+    live = Live(build_status_table(statuses, console.width), console=console, auto_refresh=False)
     with live if console.is_terminal else nullcontext():
         while is_any_run_active(paths):
             time.sleep(REFRESH_SECONDS)
             shown, statuses = statuses, [read_status(run) for run in find_runs(paths)]
             if console.is_terminal:
-                live.update(build_status_table(statuses), refresh=True)
+                live.update(build_status_table(statuses, console.width), refresh=True)
             else:
                 _, *lines = format_status_lines(statuses)
                 pairs = zip(statuses, lines, strict=True)
@@ -357,7 +359,7 @@ def print_checkpoints(run: Path, *, verify: bool, as_json: bool) -> bool:
             f"{checkpoint.step:,}", format_bytes(checkpoint.bytes), written, *cells, checkpoint.problem or "yes"
         )
     console = PlainConsole(highlight=False)
-    console.print(table)
+    print_table(console, table)
     console.print(
         f"{format_quantity(len(checkpoints), 'checkpoint')} in {layout.find_run_folder(run) / layout.CHECKPOINTS}, "
         f"{format_bytes(sum(checkpoint.bytes for checkpoint in checkpoints))} in total"

@@ -26,7 +26,7 @@ class AnalysisOptions(LengthOptions):
         metavar=LENGTHS_METAVAR,
     )
     multiples: list[Multiple] | None = config_field(
-        None, "window lengths in training lengths; 1 and 4 if both these and lengths are absent", min_length=1
+        None, "window lengths in training lengths, added to `lengths`: [1, 4] is `lengths: [1x, 4x]`", min_length=1
     )
     only: Annotated[list[str] | None, CommaSeparated] = config_field(
         None, "analyses to run; all if absent", min_length=1, metavar="NAME,…"
@@ -48,9 +48,7 @@ class AnalysisOptions(LengthOptions):
         "text to analyze: .txt or .jsonl file, corpus folder or dataset; if absent, each run's test split, or "
         "sequences of the task that a run was trained on",
     )
-    windows: int = config_field(
-        4, "windows per length over which attention is averaged", ge=1, flags=("--num-windows", "--windows")
-    )
+    num_windows: int = config_field(4, "windows per length over which attention is averaged", ge=1, old_name="windows")
     window: int | None = WINDOW_FIELD
     attention_temperature: str | None = TEMPERATURE_FIELD
     rope: str | None = ROPE_FIELD
@@ -59,21 +57,21 @@ class AnalysisOptions(LengthOptions):
 
 
 MAX_NEW_TOKENS = 10**9
-"""Upper bound of `maximum_tokens`. Memory runs out long before it, but is allocated on demand."""
+"""Upper bound of `max_new_tokens`. Memory runs out long before it, but is allocated on demand."""
 
 
 class GenerationOptions(ConfigSection):
     """Options of text generation with a trained model."""
 
-    maximum_tokens: int = config_field(
+    max_new_tokens: int = config_field(
         64,
         "maximum number of tokens to generate per prompt",
         ge=1,
         le=MAX_NEW_TOKENS,
-        flags=("--maximum-tokens", "--max-new-tokens"),
+        old_name="maximum_tokens",
     )
     temperature: float = config_field(
-        1.0, "divisor of the logits; 0 always selects the most likely token (greedy)", ge=0
+        1.0, "sampling temperature, the divisor of the logits; 0 always selects the most likely token (greedy)", ge=0
     )
     top_k: int = config_field(0, "sample from the k most likely tokens only; 0 samples from all", ge=0)
     top_p: float = config_field(
@@ -129,7 +127,9 @@ class PlanOptions(ConfigSection):
     gpus_per_node: int = config_field(8, "GPUs per machine", ge=1, le=1024)
     network: float = config_field(25.0, "network bandwidth of a node in GB/s; 25 is one 200 Gbit/s adapter", ge=0.001)
     mfu: float = config_field(0.45, "fraction of its peak that a GPU reaches while computing", ge=0.001, le=1)
-    gib: float | None = config_field(None, "memory of one GPU in GiB, if it differs from the data sheet", ge=0.1)
+    gpu_memory: float | None = config_field(
+        None, "memory of one GPU in GiB, if it differs from the data sheet", ge=0.1, old_name="gib"
+    )
     vocabulary: int | None = config_field(
         None, "vocabulary size; if absent, that of the data if present, else 50257", ge=1
     )
@@ -151,8 +151,8 @@ class RehearseOptions(ConfigSection):
         "ranks to execute: roles (two of each pipeline stage, representing the others), all, or rank numbers",
         metavar="roles|all|0,5,60-63",
     )
-    gib: float | None = config_field(
-        None, "memory of one GPU in GiB, if it differs from the data sheet", ge=0.1, le=8192
+    gpu_memory: float | None = config_field(
+        None, "memory of one GPU in GiB, if it differs from the data sheet", ge=0.1, le=8192, old_name="gib"
     )
     vocabulary: int | None = config_field(
         None, "vocabulary size; if absent, that of the data if present, else 50257", ge=2, le=1 << 24
@@ -168,7 +168,7 @@ class ReportOptions(ConfigSection):
     max_change: float = config_field(
         0.1,
         "a method extrapolates if its perplexity changes by less than this fraction",
-        flags=("--max-change", "--delta"),
+        old_name="delta",
         ge=0,
     )
     title: str | None = config_field(None, "title of the page")

@@ -85,7 +85,7 @@ class CorpusOptions(ConfigSection):
         None, "file types to read from folders, such as .txt; all supported ones if absent", metavar=".EXT,…"
     )
     column: str = config_field(
-        "text", "key of a JSON line, or column of a table, that contains the text", flags=("--column", "--jsonl-key")
+        "text", "key of a JSON line, or column of a table, that contains the text", old_name="jsonl_key"
     )
     hf_split: str | None = config_field(
         None, "split of a Hugging Face dataset, hf:NAME or saved on disk; train if absent"

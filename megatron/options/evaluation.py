@@ -51,26 +51,35 @@ def parse_lengths(text: str) -> dict[str, list[int] | list[float]]:
     return ({"lengths": tokens} if tokens else {}) | ({"multiples": multiples} if multiples else {})
 
 
+def _join_lengths(value: Any) -> str | None:
+    """Return lengths in the notation of the command line if they are a string, or a list with strings, else None."""
+    if isinstance(value, list) and any(isinstance(item, str) for item in value):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else None
+
+
 class LengthOptions(ConfigSection):
-    """Keys `lengths` and `multiples`, which may be written as one string: `128,256,1x`."""
+    """Keys `lengths` and `multiples`, which may be written as one: `128,256,1x`, or in files [128, 256, 1x]."""
 
     @model_validator(mode="before")
     @classmethod
     def _parse_lengths(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not isinstance(values.get("lengths"), str):
+        if not isinstance(values, dict) or (text := _join_lengths(values.get("lengths"))) is None:
             return values
         try:
-            parsed = parse_lengths(values["lengths"])
+            parsed = parse_lengths(text)
         except UserError:
             return values  # rejected by `_reject_text`, whose error names the key and where it was set
+        if isinstance(given := values.get("multiples"), list) and "multiples" in parsed:
+            parsed["multiples"] = [*given, *parsed["multiples"]]
         return {name: value for name, value in values.items() if name != "lengths"} | parsed
 
     @field_validator("lengths", mode="before", check_fields=False)
     @classmethod
     def _reject_text(cls, value: Any) -> Any:
-        if isinstance(value, str) and value:
+        if text := _join_lengths(value):
             try:
-                parse_lengths(value)
+                parse_lengths(text)
             except UserError as error:
                 raise PydanticCustomError("lengths", str(error).removeprefix("lengths: ")) from None
         return value
@@ -156,7 +165,7 @@ class EvaluationOptions(LengthOptions):
         metavar=LENGTHS_METAVAR,
     )
     multiples: list[Multiple] | None = config_field(
-        None, "context lengths in training lengths; 1 to 32 if both these and lengths are absent", min_length=1
+        None, "context lengths in training lengths, added to `lengths`: [1, 4] is `lengths: [1x, 4x]`", min_length=1
     )
     protocol: Protocol = config_field(
         "last",
@@ -164,11 +173,11 @@ class EvaluationOptions(LengthOptions):
         "(all, as in KERPLE), overlapping (all with at least min_context tokens before them, as in LongPPL), "
         "strided (the last tokens of consecutive windows); or a probe: repeated (random tokens, copied) or passkey",
     )
-    windows: int | None = config_field(
+    num_windows: int | None = config_field(
         None,
         "windows per length; if absent, 64 (last, probes), 512 (trained tasks) or all (other protocols)",
         ge=1,
-        flags=("--num-windows", "--windows"),
+        old_name="windows",
     )
     targets: Annotated[list[Annotated[int, Field(ge=1)]] | None, CommaSeparated] = config_field(
         None,
@@ -183,9 +192,10 @@ class EvaluationOptions(LengthOptions):
         min_length=1,
         metavar="11 | 0,0.5,1",
     )
-    effective_score: float | None = config_field(
+    score_threshold: float | None = config_field(
         None,
         "with a needle map: a length is effective if its score is at least this; 0.85 if absent",
+        old_name="effective_score",
         gt=0,
         le=1,
     )

@@ -7,7 +7,6 @@ section; `megatron.config.schema` combines all sections into one `Config`.
 import ast
 import inspect
 import textwrap
-from collections.abc import Sequence
 from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
@@ -30,6 +29,7 @@ class ConfigSection(BaseModel):
         strict=True,
         validate_default=True,
         allow_inf_nan=False,
+        populate_by_name=True,  # and by an older name, which is the alias
         protected_namespaces=(),
     )
 
@@ -51,6 +51,12 @@ class ConfigSection(BaseModel):
     def replace(self, **keys: Any) -> Self:
         """Return a validated copy with some keys changed. Raises pydantic.ValidationError as the section itself."""
         return type(self).model_validate(self.model_dump(exclude_unset=True) | keys)
+
+
+def list_accepted_names(section: type[ConfigSection]) -> list[str]:
+    """Return the names of a section's keys, then their older names."""
+    aliases = [field.alias for field in section.model_fields.values() if field.alias is not None]
+    return [*section.model_fields, *aliases]
 
 
 ChangePolicy = Literal["architecture", "context", "initialization", "data", "numerics", "schedule", "machine", "output"]
@@ -102,7 +108,7 @@ def config_field(
     doc: str,
     *,
     policy: ChangePolicy | None = None,
-    flags: Sequence[str] = (),
+    old_name: str | None = None,
     metavar: str | None = None,
     **constraints: Any,
 ) -> Any:
@@ -112,12 +118,15 @@ def config_field(
         default: default value, a function that creates it, or `...` for a required key.
         doc: one sentence of documentation; `docs/configuration.md` shows it.
         policy: what the key decides. None only for a key that opens a section, whose keys have their own policies.
-        flags: names on the command line, if they differ from the key's name.
+        old_name: earlier name of the key, which is still accepted, also as an option. Files that identify results by
+            their options contain it (`model_dump(by_alias=True)`).
         metavar: placeholder of the value in the command line's help.
         constraints: pydantic's constraints (`ge=1` …).
     """
-    facts = {"policy": policy, "flags": list(flags), "metavar": metavar}
+    facts = {"policy": policy, "metavar": metavar}
     mark: dict[str, Any] = {"json_schema_extra": {name: fact for name, fact in facts.items() if fact}}
+    if old_name is not None:
+        mark["alias"] = old_name
     if callable(default):
         return Field(default_factory=default, description=doc, **mark, **constraints)
     return Field(default=default, description=doc, **mark, **constraints)

@@ -8,6 +8,7 @@ from megatron.options.training import ACCUMULATION_KEY, MICRO_BATCH_KEY
 from megatron.planning.memory_estimate import RESERVED_FRACTION
 from megatron.planning.parallel_layouts import ParallelLayout
 from megatron.planning.plan import Plan, StepTimeRange
+from megatron.utils.console import print_table
 from megatron.utils.formatting import format_count, format_flops
 
 GIB = 2**30
@@ -44,7 +45,7 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
             else "layout with the lowest memory"
         )
         console.print(f"\n[bold]memory of one GPU, GiB[/] ({layout_name}: {_describe_layout(layout)})")
-        console.print(_build_memory_table(plan))
+        print_table(console, _build_memory_table(plan))
         fits = "fits" if plan.fits_gpu(layout) else "does not fit"
         console.print(
             f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB; {RESERVED_FRACTION:.0%} is reserved for CUDA, "
@@ -67,7 +68,7 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
         f"\n[bold]layouts that fit[/], fastest first ({min(max_layouts, len(plan.fitting_layouts))} of "
         f"{len(plan.fitting_layouts)})"
     )
-    console.print(_build_layout_table(plan, max_layouts))
+    print_table(console, _build_layout_table(plan, max_layouts))
     console.print(
         "tp, cp, dp, pp: tensor, context, data and pipeline ranks; micro: micro-batch size × micro-batches; comp, "
         "wait, comm: compute, pipeline bubble, communication; MFU: of the whole step; days: for all steps"
@@ -168,12 +169,12 @@ def _build_memory_table(plan: Plan) -> Table:
 
 
 def _build_layout_table(plan: Plan, max_layouts: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("tp", "cp", "dp", "pp", "ZeRO", "micro"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("recompute", no_wrap=True)
+        table.add_column(name, justify="right")
+    table.add_column("recompute")
     for name in ("GiB", "ms/step", "comp", "wait", "comm", "MFU", "days"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for layout in plan.fitting_layouts[:max_layouts]:
         sizes, keys, step_time = layout.sizes, layout.config_keys, layout.step_time
         table.add_row(

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from megatron.rehearsal.rehearsed_run import STEPS
 from megatron.rehearsal.report import CONTEXT_GIB, GIB, NCCL_GIB, NOT_COVERED, TIGHT_FRACTION, RehearsalReport
+from megatron.utils.console import print_table
 from megatron.utils.formatting import (
     format_approximate_duration,
     format_bytes,
@@ -30,7 +31,7 @@ def print_report(report: RehearsalReport, console: Console) -> None:
         f"({gpu.memory / GIB:.1f} GiB): {run.sizes}, ZeRO {run.config.training.zero_optimization.stage}"
     )
     console.print()
-    console.print(_build_memory_table(report))
+    print_table(console, _build_memory_table(report))
     _print_errors(report, console)
     communicators = max((report.count_communicators(rank) for rank in rehearsal.train_traces), default=0)
     buffers = f"; NCCL buffers about {NCCL_GIB} GiB × {communicators} communicator{'' if communicators == 1 else 's'}"
@@ -48,7 +49,7 @@ def print_report(report: RehearsalReport, console: Console) -> None:
 
 
 def _build_memory_table(report: RehearsalReport) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("rank", justify="right")
     table.add_column("coordinates")
     table.add_column("represents", justify="right")
@@ -109,14 +110,14 @@ def _print_ledger(report: RehearsalReport, console: Console) -> None:
     rows = report.summarize_collectives(first)
     if not rows:
         return
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 2))
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for name in (f"rank {first}: along", "operation", "type"):
         table.add_column(name)
     for name in ("ranks", "calls", "bytes"):
         table.add_column(name, justify="right")
     for row in rows[:MAX_COLLECTIVES]:
         table.add_row(row.along, row.operation, row.dtype, str(row.ranks), f"{row.calls:,}", format_bytes(row.bytes))
-    console.print(table)
+    print_table(console, table)
     run = rehearsal.run
     planned = run.config.training.gradient_accumulation_steps
     batches = f"{run.micro_batches} micro-batch{'' if run.micro_batches == 1 else 'es'}"
@@ -129,7 +130,7 @@ def _print_ledger(report: RehearsalReport, console: Console) -> None:
 def _print_kernels(report: RehearsalReport, console: Console) -> None:
     if kernels := report.list_kernels():
         console.print(f"\n[bold]Triton kernels[/] compiled for {report.rehearsal.gpu.architecture}")
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 2))
+        table = Table(box=None, pad_edge=False, header_style="dim")
         table.add_column("kernel")
         for name in ("registers", "spilled bytes", "shared KiB", "launches"):
             table.add_column(name, justify="right")
@@ -138,7 +139,7 @@ def _print_kernels(report: RehearsalReport, console: Console) -> None:
                 kernel["name"], str(kernel["registers"]), str(kernel["stack"]), f"{kernel['shared'] / 1024:.1f}",
                 f"{kernel['launches']:,}",
             )  # fmt: skip
-        console.print(table)
+        print_table(console, table)
     for name in report.list_miscompiled_kernels():
         way_out = "auto rejects it on the GPU" if report.chooses_attention else "choose another attention_backend"
         console.print(

@@ -214,10 +214,13 @@ class ComparisonTable:
             )
             if self.max_seeds > 1:
                 change_note += f", computed per seed: {metric.change_mean_description} over the seeds with both"
-            if any(change.verdict is not None for change in self.changes.values()):
+            verdicts = {change.verdict for change in self.changes.values()}
+            if verdicts != {None}:
                 interval_note = (
                     " [95% bootstrap interval]." if self.max_seeds == 1 else "; all seeds share the verdict."
                 )
+                if "mixed" in verdicts:
+                    interval_note = "; all seeds share the verdict, except mixed ones."
                 notes += [f"{change_note}{interval_note}", f"{metric.verdict_rule}."]
             else:
                 notes.append(f"{change_note}; its uncertainty is unknown.")

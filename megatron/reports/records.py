@@ -36,7 +36,7 @@ from megatron.reports import axes, metrics
 from megatron.reports.metrics import METRICS, Metric
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import UserError
-from megatron.utils.formatting import suggest_names
+from megatron.utils.formatting import suggest_names, suggest_path
 
 RESULTS_FILE = "results.json"
 DEFAULT_AXIS_FIELD = ("axis", "length")
@@ -313,6 +313,10 @@ def write_records(path: str | Path, records: Sequence[Record]) -> Path:
     return write_text_atomically(path, "[\n " + ",\n ".join(rows) + "\n]\n" if rows else "[]\n")
 
 
+DAMAGE_ADVICE = "correct or restore the file, or move it away and repeat the evaluation"
+"""Advice for a results file that cannot be read."""
+
+
 def read_records(path: str | Path) -> list[Record]:
     """Read a JSON list of records.
 
@@ -324,17 +328,18 @@ def read_records(path: str | Path) -> list[Record]:
         text = path.read_text(encoding="utf-8")
         content = parse_json(text)
     except FileNotFoundError as error:
-        raise UserError(f"{path}: not found") from error
+        raise UserError(f"{path}: not found; {suggest_path(path)}".rstrip("; ")) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except ValueError as error:
         if not text.strip():
-            raise UserError(f"{path}: the file is empty; it must contain a list of records") from error
-        raise UserError(f"{path}: not JSON ({error})") from error
+            raise UserError(f"{path}: the file is empty; it must contain a list of records; {DAMAGE_ADVICE}") from error
+        raise UserError(f"{path}: not JSON ({error}); {DAMAGE_ADVICE}") from error
     if not isinstance(content, list):
-        raise UserError(f"{path}: it must contain a list of records, not {_get_json_type_name(content)}")
+        kind = _get_json_type_name(content)
+        raise UserError(f"{path}: it must contain a list of records, not {kind}; {DAMAGE_ADVICE}")
     return [_parse_record(path, index, item) for index, item in enumerate(content, start=1)]
 
 
@@ -358,11 +363,12 @@ def format_records_csv(records: Sequence[Record]) -> str:
 
 def _parse_record(path: Path, index: int, item: Any) -> Record:
     if not isinstance(item, dict):
-        raise UserError(f"{path}: record {index}: it must be an object, not {_get_json_type_name(item)}")
+        kind = _get_json_type_name(item)
+        raise UserError(f"{path}: record {index}: it must be an object, not {kind}; {DAMAGE_ADVICE}")
     try:
         return record_from_row(item)
     except UserError as error:
-        raise UserError(f"{path}: record {index}: {error}") from error
+        raise UserError(f"{path}: record {index}: {error}; {DAMAGE_ADVICE}") from error
 
 
 def _get_json_type_name(value: Any) -> str:

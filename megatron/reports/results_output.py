@@ -31,7 +31,7 @@ CHANGE_PHRASES = {
     "rises": "rises from {} to {}",
     "falls": "falls from {} to {}",
     "holds": "is nearly unchanged: {}, {}",
-    "mixed": "changes differently with each seed: {}, {}",
+    "mixed": "differs between seeds: {}, {}",
 }
 """Sentence fragments for each verdict, with the values at the first and the last x value."""
 MAX_DESCRIBED_METHODS = 8

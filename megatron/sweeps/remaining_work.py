@@ -32,6 +32,7 @@ from megatron.data.tasks.task_config import read_task_config
 from megatron.launch import slurm
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
+from megatron.options.section import list_accepted_names
 from megatron.reports.records import RESULTS_FILE, Record, RunFailure, read_records
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training import metrics_log
@@ -161,7 +162,7 @@ def _describe_evaluation(member: SweepMember, evaluation: str | None) -> dict[st
     weights, options = (checkpoint / checkpoints.WEIGHTS).stat(), member.evaluations[evaluation]
     settings = {
         "format": MARKER_FORMAT,
-        "evaluate": options.model_dump(exclude={"batch_tokens", "variants"}),
+        "evaluate": options.model_dump(exclude={"batch_tokens", "variants"}, by_alias=True),
         "method": member.get_method(evaluation),
         "weights": [checkpoint.name, weights.st_size, weights.st_mtime_ns],
     }
@@ -303,9 +304,9 @@ def _locate_option(sweep: Sweep, path: KeyPath, problem: str) -> str:
     """Return an error of an evaluation with the key of the sweep file at fault, and where it was set."""
     option = OPTION_NAME.match(problem)
     name = "" if option is None else option[1].replace("-", "_")
-    if option is None or name not in EvaluationOptions.model_fields:
+    if option is None or name not in list_accepted_names(EvaluationOptions):
         return f"{sweep.locate(path)}: {'.'.join(path)}: {problem}"
-    key = (*path, name)
+    key = sweep.find_written_key((*path, name))
     return f"{sweep.locate(key)}: {'.'.join(key)}{problem[option.end() :]}"
 
 

@@ -276,7 +276,7 @@ def _get_path(sweep: Sweep, member: SweepMember) -> Path | None:
 
 def _describe_options(options: EvaluationOptions) -> dict[str, Any]:
     """Return the options of an evaluation, with checksums instead of paths."""
-    values = options.model_dump(exclude={"batch_tokens", "variants"}, exclude_defaults=True)
+    values = options.model_dump(exclude={"batch_tokens", "variants"}, exclude_defaults=True, by_alias=True)
     return values | {name: _compute_checksums(path) for name, path in options.named_paths.items()}
 
 

@@ -268,7 +268,8 @@ def _run_members(
         return records
     save_experiment(sweep, digests)
     pending = {member: work for member, work in works.items() if member not in elsewhere}
-    results = _run_all_members(sweep, console, pending, diverged, kept, digests)
+    unsaved = {member: digest for member, digest in digests.items() if member not in saved}
+    results = _run_all_members(sweep, console, pending, diverged, kept, unsaved)
     records, failures = results.list_records(), results.list_failures()
     if records:
         print_results(sweep, records, failures, console)

@@ -10,7 +10,7 @@
         rotary: {pos_emb: rotary}     ordinary keys, added to the shared ones
         t5: {pos_emb: t5}
         t5_decayed: {branch: {variant: t5, step: 800}, train_iters: 900, lr_decay_style: wsd}
-      evaluate: {multiples: [1, 2, 4, 8, 16, 32], protocol: last}
+      evaluate: {lengths: [1x, 2x, 4x, 8x, 16x, 32x], protocol: last}
 
 A branch inherits the keys of the variant it branches from and adds its own. It continues from that variant's checkpoint
 with the same seed, which is not copied. One trunk can therefore have several decay schedules.
@@ -44,7 +44,7 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.sweep import BRANCH, SEEDS, FurtherEvaluationOptions, SweepOptions
-from megatron.sweeps.validation import check_no_owned_keys, find_sweep_problems
+from megatron.sweeps.validation import check_no_owned_keys, find_sweep_problems, get_inside
 from megatron.training.check_start import resolve_data
 from megatron.training.resolve_run import resolve_remote_run, resolve_run
 from megatron.utils.errors import UserError
@@ -155,6 +155,14 @@ class Sweep:
     texts: dict[str, str]  # the files it was read from, for the report
     locate: Callable[[KeyPath], str]
     """Function that returns where a key was set, as `file:line` or the command line."""
+    settings: Mapping[str, Any]
+    """Merged `sweep:` mapping as it was written."""
+
+    def find_written_key(self, path: KeyPath) -> KeyPath:
+        """Return the path of an evaluation's key with the name that was written: `windows` instead of `num_windows`."""
+        written = get_inside(self.settings, path[1:-1]) or {}
+        spellings = [path[-1], *list_other_spellings(path[-1])]
+        return (*path[:-1], next((name for name in spellings if name in written), path[-1]))
 
     @property
     def output_folder(self) -> Path:
@@ -204,7 +212,7 @@ def read_sweep(
     for training in trainings:
         members += _build_training(training, options, setters, locate, notes)
     texts = {document.source: Path(document.source).read_text(encoding="utf-8") for document in documents}
-    return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts, locate)
+    return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts, locate, settings)
 
 
 @dataclass(frozen=True)
@@ -443,4 +451,14 @@ def _apply_override(settings: dict[str, Any], text: str) -> None:
         if not isinstance(inside.setdefault(part, {}), dict):
             raise UserError(f"command line: {name}: sweep.{part} is {format_value(inside[part])}, not a mapping")
         inside = inside[part]
+    for other in list_other_spellings(last):
+        inside.pop(other, None)
     inside[last] = value
+
+
+def list_other_spellings(name: str) -> list[str]:
+    """Return the keys of an evaluation that have the same meaning as a key, which therefore replaces them."""
+    if name in ("lengths", "multiples"):
+        return ["lengths", "multiples"]
+    fields = EvaluationOptions.model_fields.items()
+    return [other for key, field in fields if name in (key, field.alias) for other in (key, field.alias) if other]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from megatron.config.method_names import list_processor_values, list_temperature_values
 from megatron.config.schema import KeyPath, describe_validation_error
 from megatron.options.evaluation import EvaluationOptions
-from megatron.options.section import ConfigSection
+from megatron.options.section import ConfigSection, list_accepted_names
 from megatron.options.sweep import (
     BRANCH,
     SEEDS,
@@ -85,18 +85,18 @@ def _find_unknown_keys(values: dict[str, Any], locate: Callable[[KeyPath], str])
     for name in _list_names(values, "benchmarks"):
         path: KeyPath = ("sweep", "benchmarks", name)
         sections += [(path, BenchmarkOptions), ((*path, "evaluate"), EvaluationOptions)]
-        inner = _get_inside(values, path[1:])
+        inner = get_inside(values, path[1:])
         further = _list_names(inner if isinstance(inner, dict) else {}, "evaluations")
         sections += [((*path, "evaluations", inner_name), FurtherEvaluationOptions) for inner_name in further]
     for path, section in sections:
-        inside = _get_inside(values, path[1:])
+        inside = get_inside(values, path[1:])
         for name in inside if isinstance(inside, dict) else ():
-            if name not in section.model_fields:
+            if name not in list_accepted_names(section):
                 full, hint = (*path, name), _suggest_key(name, list(section.model_fields))
                 yield f"{locate(full)}: unknown key {'.'.join(full)!r}{hint}"
 
 
-def _get_inside(values: Any, path: KeyPath) -> Any:
+def get_inside(values: Any, path: KeyPath) -> Any:
     """Return the value under a path of keys, or None."""
     for name in path:
         values = values.get(name) if isinstance(values, dict) else None

@@ -172,7 +172,7 @@ def describe_finished(step: int, train_iters: int, *, is_tested: bool) -> str:
 
 def describe_stop(config: Config, step: int, checkpoint: Path | None, signum: int) -> str:
     """Describe where a run that signal `signum` stopped was saved, and how to resume it."""
-    saved = "no checkpoint saved"
+    saved = "no checkpoint saved; run the same command to start again"
     if checkpoint is not None:
         is_of_this_step = parse_step(checkpoint) == step  # none is saved after a bad step
         kept = f"saved {checkpoint}" if is_of_this_step else f"the last checkpoint is {checkpoint}"

@@ -21,6 +21,8 @@ from typing import IO, Any
 
 from rich.console import Console, ConsoleDimensions
 from rich.control import Control
+from rich.table import Table
+from rich.text import Text
 
 from megatron.utils.errors import (
     FarfieldError,
@@ -147,6 +149,24 @@ class PlainConsole(Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table without shortening or wrapping a cell: if it is too wide, with narrower gaps, then beyond the edge.
+
+    The terminal wraps lines beyond its edge, so that every number can be read and copied at any width.
+    """
+    options = console.options.update(width=sys.maxsize)
+    for gap in (2, 1):
+        table.padding = (0, gap, 0, 0)
+        width = console.measure(table, options=options).maximum
+        if width <= console.width:
+            break
+    lines = console.render_lines(table, console.options.update(width=width), pad=False)
+    for line in lines:
+        text = Text.assemble(*((segment.text, segment.style or "") for segment in line))
+        text.rstrip()
+        console.print(text, soft_wrap=True, highlight=False)
 
 
 class RunConsole(Console):

@@ -1,8 +1,9 @@
-"""Formatting for people: durations, operations, speeds with units, ranks, and suggestions for misspelled names."""
+"""Formatting for people: durations, operations, speeds with units, ranks, and suggestions for misspellings."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
+from pathlib import Path
 
 
 def format_duration(seconds: float) -> str:
@@ -84,62 +85,78 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+SIMILARITY = 0.63
+"""Minimum similarity of a known name to a misspelled one for a suggestion, from 0 to 1, as difflib computes it."""
+
+
 def suggest_names(
-    name: str,
-    names: Iterable[str],
-    *,
-    max_suggestions: int = 1,
-    cutoff: float = 0.6,
-    shown: Mapping[str, str] | None = None,
+    name: str, names: Iterable[str], *, max_suggestions: int = 1, shown: Mapping[str, str] | None = None
 ) -> str:
     """Suggest known names: `did you mean rotary?` for `rotry`, or an empty string if no name is similar. Ignores case.
 
     Args:
         name: the name as written.
         names: known names.
-        max_suggestions: maximum number of names, joined by "or".
-        cutoff: minimum similarity of difflib, from 0 to 1.
+        max_suggestions: maximum number of names, joined by "or"; equally similar ones are added, up to three.
         shown: how to write a known name, if different.
     """
-    nearest = _find_similar(name, names, max_suggestions, cutoff)
+    nearest = _find_similar(name, names, max_suggestions)
     suggested = list(dict.fromkeys(shown[match] if shown else match for match in nearest))
     return f"did you mean {' or '.join(suggested)}?" if suggested else ""
 
 
 def find_nearest_name(name: str, names: Iterable[str]) -> str | None:
     """Return the most similar known name, or None if no name is similar. Ignores case."""
-    return next(iter(_find_similar(name, names, 1, 0.6)), None)
+    return next(iter(_find_similar(name, names, 1)), None)
 
 
-def _find_similar(name: str, names: Iterable[str], max_names: int, cutoff: float) -> list[str]:
-    """Return the most similar known names, or longer names with a more similar beginning: v100-16gb for v1000."""
-    by_lower = {known.lower(): known for known in names}
-    text = name.lower()
-    matches = difflib.get_close_matches(text, by_lower, max_names, cutoff)
-    longer = [known for known in by_lower if len(text) < len(known) < MAX_EXTENSION * len(text)]
-    beginnings = {known[: len(text)] for known in longer if len(text) >= MIN_BEGINNING}
-    begin = next(iter(difflib.get_close_matches(text, beginnings, 1, BEGINNING_CUTOFF)), None)
-    best = _compare(matches[0], text) if matches else 0.0
-    if begin is not None and best < min(_compare(begin, text), ALMOST_EQUAL):
-        matches = [known for known in longer if known.startswith(begin)]
-        matches = matches[: max(max_names, MAX_VARIANTS)]
-    return [by_lower[match] for match in matches]
+def suggest_path(path: Path, *, keywords: Iterable[str] = (), is_folder: bool = False) -> str:
+    """Suggest an existing path for a mistyped one: `did you mean runs/kerple? `, or an empty string.
+
+    Every part of the path may be mistyped: `rnus/kerpel`.
+
+    Args:
+        path: path that does not exist.
+        keywords: names that are accepted instead of a path.
+        is_folder: suggest only folders.
+    """
+    if near := find_nearest_name(str(path), keywords):
+        return f"did you mean {near}? "
+    folder = next((parent for parent in path.parents if parent.is_dir()), None)
+    if folder is None:
+        return ""
+    parts = path.relative_to(folder).parts
+    for depth, name in enumerate(parts, start=1):
+        needs_folder = is_folder or depth < len(parts)
+        if not (folder / name).is_dir():
+            try:
+                children = [child for child in folder.iterdir() if not child.name.startswith(".")]
+            except OSError:
+                return ""
+            near = find_nearest_name(name, [child.name for child in children if not needs_folder or child.is_dir()])
+            if near is None:
+                return ""
+            name = near
+        folder = folder / name
+    return f"did you mean {folder}? "
+
+
+def _find_similar(name: str, names: Iterable[str], max_names: int) -> list[str]:
+    """Return the most similar known names, most similar first."""
+    scores = {known: _compare(known.lower(), name.lower()) for known in names}
+    ranked = sorted((known for known in scores if scores[known] >= SIMILARITY), key=lambda known: -scores[known])
+    ties = [known for known in ranked if scores[known] == scores[ranked[0]]]
+    return ranked[: max(max_names, min(len(ties), 3))]
 
 
 def _compare(known: str, text: str) -> float:
-    return difflib.SequenceMatcher(None, known, text).ratio()
+    """Return the similarity of a known name to a text.
 
-
-ALMOST_EQUAL = 0.9
-"""Similarity of a known name from which beginnings of others are not considered."""
-MIN_BEGINNING = 4
-"""Minimum number of characters of a name that is compared with the beginnings of longer names."""
-MAX_EXTENSION = 2.5
-"""Length of a longer name relative to the given name, below which its beginning is compared."""
-BEGINNING_CUTOFF = 0.75
-"""Minimum similarity of a name to the beginning of a longer one."""
-MAX_VARIANTS = 3
-"""Maximum number of names with the same beginning that are suggested."""
+    A longer name counts half by its beginning: v100-16gb for v1000.
+    """
+    whole = difflib.SequenceMatcher(None, known, text).ratio()
+    beginning = difflib.SequenceMatcher(None, known[: len(text)], text).ratio()
+    return max(whole, (whole + beginning) / 2)
 
 
 def format_choices(name: str, names: Collection[str]) -> str:

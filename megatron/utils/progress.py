@@ -326,9 +326,9 @@ class ProgressMeter:
             # With several jobs, the time is for all of them, not for the one shown.
             return f"about {format_duration(left)} left{' in total' if len(self.jobs) > 1 else ''}"
         if is_start or self._bar is not None:
-            return "estimating the time left"
+            return "time left not yet known"
         # The elapsed time distinguishes a line from the previous one.
-        return f"estimating the time left, {format_duration(now - self._since[self._current.name])} so far"
+        return f"time left not yet known, {format_duration(now - self._since[self._current.name])} so far"
 
     def _show(self, *, is_start: bool) -> None:
         job = self._current

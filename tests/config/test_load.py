@@ -241,7 +241,7 @@ def test_all_problems_are_reported_with_their_location(write):
         ("stage=1", "did you mean stages or zero_optimization.stage?"),
         ("betas=[0.9, 0.9]", "did you mean optimizer.params.betas?"),
         ("save.folder=x", "unknown key 'save.folder'"),
-        ("tensor=9", "`./deepy.py keys` lists all keys"),
+        ("xyzzy=9", "`./deepy.py keys` lists all keys"),
         ("num_heads=9", "did you mean num_kv_heads or num_attention_heads"),
         ("model_parallel_size=0", "at least 1"),
         ("context_parallel_size=2.5", "context_parallel_size"),
@@ -333,7 +333,7 @@ def test_ambiguous_and_unknown_names_are_reported(write, tmp_path):
     line = only_problem(["tiny"])
     assert "configs/model/tiny.yml, configs/other/tiny.yml" in line
     assert "did you mean 125M" in only_problem(["125N"])
-    assert "did you mean" not in only_problem(["nonexist.yml"])
+    assert "did you mean" not in only_problem(["qqqq.yml"])
     with pytest.raises(UserError, match="no such configuration folder"):
         load_config(["base"], search=["nowhere"])
 

@@ -85,7 +85,7 @@ def test_evaluate(place: Path) -> None:
 
 
 def test_generate(place: Path) -> None:
-    run_command(place, "generate run --prompt w1 --maximum-tokens 4")
+    run_command(place, "generate run --prompt w1 --max-new-tokens 4")
 
 
 def test_export_and_import(place: Path) -> None:

@@ -223,7 +223,7 @@ def test_positions_that_end() -> None:
         ({"attention_mask": "document"}, "attention_mask applies to texts only, but the runs were trained on a task"),
         ({"protocol": "nonoverlapping"}, "protocol applies to texts only"),
         ({"targets": 3}, "targets applies to texts only"),
-        ({"multiples": [0.3]}, "multiples: 0.3x is 19.2 tokens"),
+        ({"multiples": [0.3]}, "lengths: 0.3x is 19.2 tokens"),
     ],
 )
 def test_unsupported_task_options(options: dict, why: str) -> None:

@@ -168,6 +168,8 @@ def test_a_failed_command_is_its_own_line(tmp_path: Path) -> None:
         farfield.prepare("nothing", output=tmp_path / "corpus", quiet=True)
     with pytest.raises(farfield.UserError, match=r"results.json: not found"):
         farfield.read_results(tmp_path)
+    with pytest.raises(farfield.UserError, match=r"^path is nope, which does not exist; give a results.json or its"):
+        farfield.read_results("nope")
 
 
 def test_user_methods_must_not_hide_ours(user_methods: Path) -> None:

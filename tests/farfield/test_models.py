@@ -115,10 +115,10 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
         (lambda model: model.score([1, 2.5, 3], 1), "item 2 of text is 2.5; it must be an integer from 0 to 60"),
         (lambda model: model.score([1, 99, 3], 1), "item 2 of text is 99; it must be an integer from 0 to 60"),
         (lambda model: model.generate("1", top_p=3), "top_p is 3; it must be at most 1"),
-        (lambda model: model.generate("1", top_q=3), "there is no option top_q; did you mean top_p? choose from "),
+        (lambda model: model.generate("1", top_q=3), "no option top_q; did you mean top_k or top_p? choose from "),
         (
             lambda model: model.generate("1", foo=3),
-            "there is no option foo; choose from maximum_tokens, temperature, top_k, top_p, seed, stop, batch_size",
+            "there is no option foo; choose from max_new_tokens, temperature, top_k, top_p, seed, stop, batch_size",
         ),
         (lambda model: model.generate("1", stop=""), "stop is ''; it must be a list"),
         (lambda model: model.generate(None), "prompt is None; it must be a string or a list of strings"),

@@ -14,7 +14,14 @@ from tiny_runs import tiny_config
 
 from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
 from megatron.launch import run_status as module
-from megatron.launch.run_status import build_status_table, find_runs, format_status_cells, print_status, read_status
+from megatron.launch.run_status import (
+    RunStatus,
+    build_status_table,
+    find_runs,
+    format_status_cells,
+    print_status,
+    read_status,
+)
 from megatron.utils.errors import UserError
 
 RECORD = {"kind": "train", "step": 30, "loss": 2.5, "tokens_per_second": 1000.0, "mfu": 0.25, "seconds_left": 70.0}
@@ -70,6 +77,18 @@ def test_a_recent_heartbeat_means_alive(tmp_path: Path) -> None:
     assert (old.state, old.phase, old.step) == ("stopped", None, 30)
 
 
+def test_the_table_fits_80_columns_without_shortening_a_number() -> None:
+    numbers = ("validating", "12,500/50,000", "10.2511", "11.0412", "123,456", "38%", "35 h 59 min", "12,000")
+    status = RunStatus("runs/a/run/with/a/long/name", "validating", 12_500, 50_000, 10.25113, 11.04119, 123_456, 0.38,
+                       36 * 3600 - 60, 12_000)  # fmt: skip
+    file = io.StringIO()
+    Console(file=file, width=80).print(build_status_table([status], 80))
+    heading, first, *rest = file.getvalue().splitlines()
+    assert max(map(len, (heading, first, *rest))) <= 80
+    assert all(number in first for number in numbers)
+    assert "".join(line.split()[0] for line in (first, *rest)) == status.run
+
+
 def test_an_evaluation_of_tasks_has_a_state(tmp_path: Path) -> None:
     assert read_status(make(tmp_path / "a", time=time.time(), step=35, phase="harness")).state == "evaluating"
 
@@ -97,7 +116,7 @@ def test_damaged_records_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
         file.write('{"kind": gar\n' + json.dumps({**RECORD, "step": 40}) + '\n{"kind": "tr')
     print_status([run], as_json=False)
     reported = capsys.readouterr().out
-    assert "40 / 100" in reported
+    assert "40/100" in reported
     assert f"note: {run}/metrics.jsonl: line 3 cannot be read\n" in reported
 
 
@@ -135,7 +154,7 @@ def test_missing_numbers_in_records_are_shown_as_unknown(tmp_path: Path) -> None
         file.write(json.dumps({**RECORD, "step": 40, "loss": "low", "mfu": None, "tokens_per_second": 10**400}) + "\n")
     found = read_status(run)
     assert (found.step, found.loss, found.mfu, found.tokens_per_second, found.problems) == (40, None, None, None, ())
-    assert build_status_table([found]).row_count == 1
+    assert build_status_table([found], 80).row_count == 1
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "heartbeat.json", "config.yml", "checkpoints", ""])
@@ -178,7 +197,7 @@ def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert find_runs([runs[0], tmp_path / "runs"]) == runs
     print_status([tmp_path / "runs"], as_json=True)
     assert [each["run"] for each in json.loads(capsys.readouterr().out)] == [str(runs[1]), str(runs[0])]
-    assert build_status_table([read_status(run) for run in runs]).row_count == 2
+    assert build_status_table([read_status(run) for run in runs], 80).row_count == 2
 
 
 def test_a_submitted_job_is_listed_until_it_has_written_a_run(tmp_path: Path) -> None:
@@ -200,10 +219,10 @@ def test_a_submitted_job_is_listed_until_it_has_written_a_run(tmp_path: Path) ->
 def test_unknown_facts_have_no_column(tmp_path: Path) -> None:
     run = make(tmp_path / "a")
     headers, rows = format_status_cells([read_status(run)])
-    assert headers == ("state", "step", "loss", "validation", "tokens/s", "MFU", "checkpoint"), "it does not train"
+    assert headers == ("state", "step", "loss", "valid", "tokens/s", "MFU", "saved"), "it does not train"
     assert len(rows[0]) == len(headers)
     (run / "metrics.jsonl").write_text(json.dumps({**RECORD, "mfu": None}) + "\n")
-    assert format_status_cells([read_status(run)])[0] == ("state", "step", "loss", "tokens/s", "checkpoint")
+    assert format_status_cells([read_status(run)])[0] == ("state", "step", "loss", "tokens/s", "saved")
     both = [read_status(run), read_status(make(tmp_path / "b"))]
     headers, rows = format_status_cells(both)
     assert [cells[headers.index("MFU")] for cells in rows] == ["–", "25%"]
@@ -241,7 +260,7 @@ def test_nothing_is_truncated_without_a_terminal(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=80)
     assert print_status([run], as_json=False, console=console)
     header, line = console.file.getvalue().splitlines()
-    assert line.startswith(f"{run}  stopped  30 / 100  2.5000")
+    assert line.startswith(f"{run}  stopped  30/100  2.5000")
     assert header.index("state") == line.index("stopped")
     terminal = Console(file=io.StringIO(), width=80, force_terminal=True)
     print_status([run], as_json=False, console=terminal)

@@ -66,6 +66,20 @@ def test_a_plan_prints_the_range_and_its_source(capsys: pytest.CaptureFixture[st
     assert estimate_measured_range(planned, ParallelSizes(), 50257, ONE_GPU) is None
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_plan_shortens_no_number(capsys: pytest.CaptureFixture[str], width: int) -> None:
+    plan = make_plan(configure("350M", "cdape", 32), 50257, Cluster(get_gpu_spec("h200"), 8))
+    print_plan(plan, Console(width=width, highlight=False), 3)
+    lines = capsys.readouterr().out.splitlines()
+    (start,) = (number for number, line in enumerate(lines) if line.split()[:3] == ["tp", "cp", "dp"])
+    heading, *rows = (line.split() for line in lines[start : start + 4])
+    assert {len(row) for row in rows} == {len(heading)}
+    for row, layout in zip(rows, plan.to_dict(3)["layouts"], strict=True):
+        cells = dict(zip(heading, row, strict=True))
+        assert cells["ms/step"] == f"{1e3 * layout['seconds']['total']:,.0f}"
+        assert "…" not in "".join(row)
+
+
 @pytest.mark.parametrize("model", ["125M", "350M", "1-3B", "2-7B", "6-7B"])
 def test_the_overlay_of_512_tokens_is_near_what_a_plan_proposes(model: str) -> None:
     """The overlay of 512 tokens is within 3% of the same layout without recomputation, and within 13% of the best

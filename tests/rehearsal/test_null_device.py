@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.distributed.hardware import find_gpu_spec, get_gpu_spec, list_gpu_names
+from megatron.distributed.hardware import describe_assumed_size, find_gpu_spec, get_gpu_spec, list_gpu_names
 from megatron.kernels.jit_build import CompileError
 from megatron.rehearsal.null_device import environment, host_reads, recorder
 from megatron.rehearsal.null_device.environment import GPU_MODELS, get_gpu_model
@@ -150,3 +150,10 @@ def test_the_ledger_names_members_peers_and_coalesced_calls(tmp_path: Path) -> N
     assert reduced["where"][0].startswith("tests/rehearsal/test_null_device.py:")
     assert lines[4] == {"group": "5", "ranks": [0, 2]}
     assert (lines[5]["op"], lines[5]["device"]) == ("all_gather_object", "cpu")
+
+
+def test_a_name_without_a_size_is_noted() -> None:
+    assert describe_assumed_size("A100") == (
+        "--gpu A100: assuming the smallest size, a100-40gb; use --gpu a100-80gb for another"
+    )
+    assert [describe_assumed_size(name) for name in ("a100-80", "a100-40gb", "h100", "unknown")] == [None] * 4

@@ -121,7 +121,7 @@ def test_a_change_is_judged_by_its_interval(change: float, ends: tuple[float, fl
         ("{}", "it must contain a list of records, not an object"),
         ("[1]", "record 1: it must be an object, not a number"),
         ("\n", "the file is empty; it must contain a list of records"),
-        ("[{]", "not JSON"),
+        ("[{]", "; correct or restore the file, or move it away and repeat the evaluation"),
         ("[" * 100_000, "not JSON"),
         (json.dumps([MINIMAL, {**MINIMAL, "lenght": 1}]), "record 2: unknown field lenght; did you mean length?"),
         (json.dumps([{k: v for k, v in MINIMAL.items() if k != "seed"}]), "record 1: seed is missing"),

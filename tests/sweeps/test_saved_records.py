@@ -120,8 +120,10 @@ def test_a_diverged_run_is_a_saved_result(trainer: Trainer) -> None:
         run(*keys)
     assert len(list_trainings(trainer)) == 2
     shutil.rmtree("out")
+    saved = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*.json.gz")}
     with pytest.raises(RunError, match=r"1 of 2 runs failed: .*--retry-failed"):
         run(*keys)
+    assert {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*.json.gz")} == saved
     assert list_trainings(trainer) == []
     (section,) = build_sections([Path("kept")])
     assert ([failure.method for failure in section.failures], section.num_pending_runs) == (["rotary"], 0)

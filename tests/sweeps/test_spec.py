@@ -18,13 +18,17 @@ from .conftest import BASE, ROOT, Trainer, run, write
     ("change", "message"),
     [
         (("output: out", "outptu: out"), "sweep.yml:16: unknown key 'sweep.outptu'; did you mean output?"),
-        (("windows: 3", "windws: 3"), "sweep.yml:21: unknown key 'sweep.evaluate.windws'; did you mean windows?"),
+        (("windows: 3", "num_wndows: 3"), "unknown key 'sweep.evaluate.num_wndows'; did you mean num_windows?"),
         (("windows: 3", "windows: 0"), "sweep.yml:21: sweep.evaluate.windows is 0; it must be at least 1"),
         (("windows: 3", "protocol: first"), "protocol is first; choose from last, nonoverlapping"),
         (("multiples: [1, 4]", "multiples: [0.3]"), "sweep.evaluate.multiples: 0.3x is "),
+        (("multiples: [1, 4]", "lengths: [0.3x]"), "sweep.evaluate.lengths: 0.3x is "),
+        (("multiples: [1, 4]", "lengths: [1x, 4y]"), "sweep.evaluate.lengths is ['1x', '4y']; '4y' is not"),
+        (("windows: 3", "num_windows: 3000"), "sweep.yml:21: sweep.evaluate.num_windows = 3000: the text"),
+        (("windows: 3", "windows: 3, num_windows: 4"), "num_windows is 4; an older name of this key"),
         (("multiples: [1, 4]", "lengths: '1x,4y'"), "sweep.yml:21: sweep.evaluate.lengths is 1x,4y; '4y' is not"),
         (("windows: 3", "rope: yarn:x"), "sweep.yml:21: sweep.evaluate.rope"),
-        (("windows: 3", "windows: 3000"), "enough for"),
+        (("windows: 3", "windows: 3000"), "sweep.yml:21: sweep.evaluate.windows = 3000: the text"),
         (("multiples: [1, 4]", "multiples: [4096]"), "too few for the largest length"),
         (("rotary: {pos_emb: rotary}", "rotary: {pos_emb: rotery}"), "sweep.yml:19: "),
         (("rotary: {pos_emb: rotary}", "rotary: {pos_em: rotary}"), "sweep.yml:19: unknown key 'pos_em'"),
@@ -93,7 +97,7 @@ def test_later_sweep_files_override_key_by_key(place: Path) -> None:
     assert [(m.variant, str(m.folder), m.config.model.num_layers) for m in found.members] == [
         ("t5", "elsewhere/t5/seed_1234", 2)
     ]
-    assert (found.options.evaluate.windows, found.options.corpus.folder) == (3, "corpus")
+    assert (found.options.evaluate.num_windows, found.options.corpus.folder) == (3, "corpus")
     assert found.notes == (
         "sweep.output (base.yml:16) replaced (sweep.yml:3)",
         "sweep.variants (base.yml:18) replaced (sweep.yml:5)",
@@ -107,6 +111,23 @@ def test_later_sweep_files_override_key_by_key(place: Path) -> None:
         read_sweep(["base.yml", "sweep.yml"])
     with pytest.raises(UserError, match=r"command line: sweep.output.x: sweep.output is elsewhere, not a mapping"):
         read_sweep(["base.yml", "sweep.yml"], ["sweep.output.x=3"])
+
+
+@pytest.mark.parametrize("key", ["windows", "num_windows"])
+def test_an_older_name_of_a_key_is_the_same_key(place: Path, key: str) -> None:
+    """Either name sets a key, overrides the other, and gives the same stored description."""
+    write(BASE.replace("windows: 3", f"{key}: 3"))
+    for overrides, expected in (([], 3), (["sweep.evaluate.windows=2"], 2), (["sweep.evaluate.num_windows=2"], 2)):
+        options = read_sweep(["sweep.yml"], overrides).options.evaluate
+        assert options.num_windows == expected
+        assert options.model_dump(by_alias=True)["windows"] == expected
+
+
+def test_lengths_of_the_command_line_replace_multiples(place: Path) -> None:
+    write(BASE)
+    for text in ("sweep.evaluate.lengths=[2x]", "sweep.evaluate.lengths=2x", "sweep.evaluate.multiples=[2]"):
+        options = read_sweep(["sweep.yml"], [text]).options.evaluate
+        assert (options.lengths, options.multiples) == (None, [2])
 
 
 def test_the_quickstart_is_valid() -> None:

@@ -86,7 +86,7 @@ def test_every_command_has_a_page_with_its_options(generated: GeneratedPages) ->
 
 def test_options_describe_types_limits_and_defaults(generated: GeneratedPages) -> None:
     evaluate = generated.contents["commands/evaluate.md"]
-    assert "`--num-windows, --windows` · integer · at least 1\n:   Windows per length;" in evaluate
+    assert "`--num-windows` · integer · at least 1\n:   Windows per length;" in evaluate
     assert "`--protocol` · text · default `last`\n" in evaluate
     assert "`--vocab-size` · integer · 257 to 16,777,216\n" in generated.contents["commands/prepare.md"]
     pages = [page for path, page in generated.contents.items() if path.startswith("commands/")]

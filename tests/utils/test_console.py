@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
-from megatron.utils.console import UnexpectedError, log_traceback, run_console, temporary_log
+from megatron.utils.console import UnexpectedError, log_traceback, print_table, run_console, temporary_log
 from megatron.utils.errors import UserError
 
 
@@ -126,3 +129,13 @@ def test_a_closed_output_does_not_end_an_evaluation(tmp_path: Path):
         os.dup2(output, 1)
         os.close(output)
     assert (tmp_path / "log.txt").read_text().splitlines() == ["line 0", "line 1", "line 2"]
+
+
+def test_a_table_shows_whole_cells_at_any_width() -> None:
+    """Cells are complete at every width: gaps of two columns, then of one, then lines beyond the edge."""
+    cells = ["1,234,567", "0.0123", "attention"]
+    for width, line in ((40, "1,234,567  0.0123  attention"), (27, "1,234,567 0.0123 attention"), (9, None)):
+        table, file = Table("a", "b", "c", box=None, pad_edge=False), StringIO()
+        table.add_row(*cells)
+        print_table(Console(file=file, width=width), table)
+        assert file.getvalue().splitlines()[1] == (line or "1,234,567 0.0123 attention")

@@ -82,4 +82,5 @@ def test_a_name_is_compared_with_the_beginnings_of_longer_ones() -> None:
     assert suggest_names("xyz", cards) == ""
     assert find_nearest_name("v100", cards) == "v100-16gb"
     assert suggest_names("evaluat", ["evaluate", "evaluations"]) == "did you mean evaluate?"
-    assert suggest_names("tensor", ["tensorboard_dir"], cutoff=0.8) == ""  # a beginning alone proves nothing
+    assert suggest_names("Shakespear", ["python", "shakespeare"]) == "did you mean shakespeare?"
+    assert suggest_names("port", ["output", "figure_font"]) == ""

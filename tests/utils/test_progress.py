@@ -87,7 +87,7 @@ def test_the_meter_measures_and_prints_periodically() -> None:
         meter.log("a [line] of text")
     assert (jobs[0].seconds, jobs[1].seconds) == (20, 30)
     assert out.getvalue().splitlines() == [
-        "first: starting (estimating the time left)",
+        "first: starting (time left not yet known)",
         "first: step 70 (about 1 min 04 s left in total)",
         "second (about 1 min 00 s left in total)",
         "second (about 30 s left in total)",
@@ -104,9 +104,9 @@ def test_no_line_repeats_the_previous_one() -> None:
             clock.now += 15
             meter.update(0, "step 0 of 9")
     assert out.getvalue().splitlines() == [
-        "only: step 0 of 9 (estimating the time left)",
-        "only: step 0 of 9 (estimating the time left, 15 s so far)",
-        "only: step 0 of 9 (estimating the time left, 30 s so far)",
+        "only: step 0 of 9 (time left not yet known)",
+        "only: step 0 of 9 (time left not yet known, 15 s so far)",
+        "only: step 0 of 9 (time left not yet known, 30 s so far)",
     ]
 
 
@@ -121,16 +121,16 @@ def test_silent_work_is_announced() -> None:
 
     with ProgressMeter(Console(file=out, width=200), [job], clock=clock, interval=0.1) as meter:
         meter.begin(job, "loading")
-        assert out.getvalue() == "first: loading (estimating the time left)\n"
+        assert out.getvalue() == "first: loading (time left not yet known)\n"
         clock.now += 10
-        wait_for_line("first: loading (estimating the time left, 10 s so far)")
+        wait_for_line("first: loading (time left not yet known, 10 s so far)")
         meter.update(20, "step 1")  # ten seconds of startup
         clock.now += 10
         meter.update(60, "step 2")
         clock.now += 4
         wait_for_line("first: step 2 (about 6 s left)")
         clock.now += 7
-        wait_for_line("first: step 2 (estimating the time left, 31 s so far)")
+        wait_for_line("first: step 2 (time left not yet known, 31 s so far)")
         meter.finish()
         clock.now += 1
         wait_for_line("first (done)")

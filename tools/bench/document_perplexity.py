@@ -123,7 +123,7 @@ def evaluate_run(
     for text, prefix in texts.items():
         for mask in MASKS:
             options = EvaluationOptions(
-                multiples=list(MULTIPLES), windows=windows, data=str(prefix), attention_mask=mask, device="cpu"
+                multiples=list(MULTIPLES), num_windows=windows, data=str(prefix), attention_mask=mask, device="cpu"
             )
             records = evaluate_runs([folder], options, output=folder / "evaluated")
             values = {str(r.length): [r.value, r.low, r.high] for r in records if r.metric == "perplexity"}

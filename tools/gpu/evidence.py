@@ -56,7 +56,7 @@ STOP_SECONDS = 15.0
 REHEARSED_KEYS = (
     *("num_layers=1", "hidden_size=32", "num_attention_heads=2", "seq_length=16", "max_position_embeddings=16"),
     *("train_iters=4", "train_micro_batch_size_per_gpu=2", "eval_interval=2", "eval_iters=1", "checkpoint_factor=4"),
-    *("log_interval=1", "precision=fp32", "sweep.evaluate.lengths=[16, 32]", "sweep.evaluate.windows=2"),
+    *("log_interval=1", "precision=fp32", "sweep.evaluate.lengths=[16, 32]", "sweep.evaluate.num_windows=2"),
     *("sweep.evaluate.targets=16", "sweep.evaluations={}"),
 )
 REHEARSED_DOCUMENTS = 60

@@ -61,7 +61,7 @@ class CorpusDocuments:
         for file in self.files:
             yield from list_document_names(file, self.column, self.download_folder, self._report_download)
             done += file.size
-            self.report_progress("listing", done)
+            self.report_progress("listing files", done)
 
     def iter_documents(self) -> Iterator[RawDocument]:
         """Yield all documents, in the order of their names."""

@@ -43,6 +43,7 @@ from megatron.data.corpus.hub_dataset import (
 from megatron.options.data import is_url
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import UserError, check_reachable
+from megatron.utils.formatting import suggest_path
 from megatron.utils.imports import require_package
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -141,8 +142,10 @@ def scan_sources(
             files.append(describe_source_file(path))
         else:
             check_reachable(path)
+            near = suggest_path(path, keywords=("python", "shakespeare"))
             raise UserError(
-                f"{path}: no such file or folder; a source is a file, a folder, hf:NAME, `python` or `shakespeare`"
+                f"{path}: no such file or folder; {near}a source is a file, a folder, hf:NAME, `python` or "
+                "`shakespeare`"
             )
     if hf_split is not None and not has_dataset:
         raise UserError(f"hf_split: {hf_split}: no source is a Hugging Face dataset (hf:NAME or saved on disk)")

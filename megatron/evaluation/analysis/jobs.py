@@ -168,7 +168,7 @@ def _choose_lengths_and_inputs(
     no_lengths = options.lengths is None and options.multiples is None
     multiples = DEFAULT_ANALYSIS_MULTIPLES if no_lengths else options.multiples
     eval_options = EvaluationOptions(
-        lengths=options.lengths, multiples=multiples, data=options.data, windows=options.windows
+        lengths=options.lengths, multiples=multiples, data=options.data, num_windows=options.num_windows
     )
     needs_inputs = bool(runs) and (options.only is None or any(map(needs_text, options.only)))
     if needs_inputs and is_task_run(runs):
@@ -178,11 +178,11 @@ def _choose_lengths_and_inputs(
     if needs_inputs:
         apart = any(run.config.position.attention_mask == "document" for run in runs)
         text = load_common_text(runs, options.data)
-        return lengths, build_inputs_from_text(text, lengths, options.windows, inside_documents=apart)
+        return lengths, build_inputs_from_text(text, lengths, options.num_windows, inside_documents=apart)
     if options.data is not None:
         raise UserError("--data: no requested analysis reads a text")
-    if options.windows != AnalysisOptions.model_fields["windows"].default:
-        raise UserError("windows: no requested analysis reads a text")
+    if options.num_windows != AnalysisOptions.model_fields["num_windows"].default:
+        raise UserError("num_windows: no requested analysis reads a text")
     return lengths, None
 
 
