@@ -31,14 +31,12 @@ from megatron.model.layer import (
     ColumnLinear,
     FeedForward,
     GPTLayer,
-    LayerNormWithoutBias,
     OffStageLayer,
     RowLinear,
-    build_norm,
-    build_qk_norm,
 )
 from megatron.model.layer_config import build_transformer_config
 from megatron.model.mup import MupScaling, get_multipliers
+from megatron.model.norms import LayerNormWithoutBias, build_norm, build_qk_norm
 from megatron.model.parameter_groups import list_roles
 from megatron.model.position_modules import (
     build_attention_dims,

@@ -23,12 +23,12 @@ from megatron.model.backend_choice import BackendChoice
 from megatron.model.core_modules import GPTModel
 from megatron.model.cross_entropy import CrossEntropy, chunked_cross_entropy, gather_vocabulary
 from megatron.model.kv_cache import KVCache
-from megatron.model.layer import is_unsharded, recompute_in_backward
+from megatron.model.layer import recompute_in_backward, run_layers
 from megatron.model.mup import Multipliers, MupScaling
 from megatron.model.pass_inputs import LayerGroups, SegmentBuilder, find_documents
 from megatron.options.model import MAX_LOGITS
 from megatron.position.encoding import Encoding
-from megatron.position.numerics import has_parameters_sharded_by_zero3, soft_cap
+from megatron.position.numerics import has_parameters_sharded_by_zero3, is_sharded_by_zero3, soft_cap
 from megatron.position.token_range import TokenRange
 from megatron.utils.errors import UserError
 
@@ -303,7 +303,7 @@ class GPT(GPTModel):
         """Compute the logits of this rank's vocabulary shard, [T, B, V], before the soft cap."""
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = self.output_layer.weight if tied is None else tied
-        if is_unsharded(self.output_layer, weight):
+        if self.groups.mesh.tensor.size == 1 and not is_sharded_by_zero3(weight):
             return F.linear(hidden, weight)
         logits: Tensor = self.output_layer(hidden, weight=tied)[0]
         return logits
@@ -315,14 +315,10 @@ class GPT(GPTModel):
         if self.is_last_stage:
             layers[-1] = (layers[-1][0], context)
         if not (self.checkpoint_layers and self.training and torch.is_grad_enabled()):
-            for layer, layer_context in layers:
-                hidden = layer(hidden, layer_context)
-            return hidden
+            return run_layers(layers, hidden)
 
         def run(hidden: Tensor, start: int) -> Tensor:
-            for layer, layer_context in layers[start : start + self.checkpoint_layers]:
-                hidden = layer(hidden, layer_context)
-            return hidden
+            return run_layers(layers[start : start + self.checkpoint_layers], hidden)
 
         draws = self.config.hidden_dropout > 0 or self.config.attention_dropout > 0
         for start in range(0, len(layers), self.checkpoint_layers):

@@ -11,22 +11,19 @@ megatron-core's modules hold the weights, and compute if ranks share a layer. Th
 for features that GPT training never uses (inference engines, offloading, packed sequences, CUDA graphs), and their
 linear layer is an autograd function in Python. For a small model these take half of the host's time. Attention, MLP and
 linear layers therefore have their own forward passes here, with the same operations in the same order.
-
-This module also defines norms that megatron-core's layer lacks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import needs_heads_first_layout
-from megatron.distributed.process_groups import ProcessGroups
-from megatron.distributed.sharding import all_gather, register_grad_all_reduce
 from megatron.model.attention import AttentionContext
 from megatron.model.core_modules import (
     MLP,
@@ -56,81 +53,22 @@ def recompute_in_backward(function: Callable[..., Tensor], *arguments: Any, draw
     return result
 
 
-def build_norm(kind: str, size: int, epsilon: float, *, bias: bool = True) -> nn.Module:
-    """Build PyTorch's LayerNorm, optionally without bias, or RMSNorm (never with bias) over the last dimension."""
-    return nn.RMSNorm(size, eps=epsilon) if kind == "rmsnorm" else nn.LayerNorm(size, eps=epsilon, bias=bias)
-
-
-class LayerNormWithoutBias:
-    """Builder of PyTorch's LayerNorm without bias, called with megatron-core's arguments."""
-
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float) -> nn.LayerNorm:  # type: ignore[misc]
-        return nn.LayerNorm(hidden_size, eps=eps, bias=False)
-
-
-class NormOverHeads(nn.Module):
-    """Norm of the queries or keys of all heads of a token together, as in OLMo 2: [T, B, h, d] → [T, B, h, d].
-
-    With tensor parallelism each rank holds the weights of its heads, and the means are summed over ranks.
-    """
-
-    def __init__(
-        self, kind: str, num_heads: int, head_dim: int, epsilon: float, groups: ProcessGroups, *, bias: bool
-    ) -> None:
-        super().__init__()
-        self.groups, self.epsilon, self.size = groups, epsilon, num_heads * head_dim
-        size = self.size // groups.mesh.tensor.size
-        self.centers = kind == "layernorm"
-        self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size)) if self.centers and bias else None
-        for parameter in self.parameters():  # same marks as megatron-core's sharded parameters
-            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(2)
-        if self.groups.mesh.tensor.size == 1:
-            if not self.centers:
-                return F.rms_norm(flat, (self.size,), self.weight, self.epsilon).view_as(x)
-            return F.layer_norm(flat, (self.size,), self.weight, self.bias, self.epsilon).view_as(x)
-        values = promote_to_float32(flat)
-        if self.centers:
-            values = values - self._compute_mean(values)
-        values = values * torch.rsqrt(self._compute_mean(values.square()) + self.epsilon)
-        values = values.to(x.dtype) * self.weight
-        return (values if self.bias is None else values + self.bias).view_as(x)
-
-    def _compute_mean(self, values: Tensor) -> Tensor:
-        """Return the mean over the last dimension of all ranks. Ranks use it differently, so its gradient is summed."""
-        sums = all_gather(values.sum(-1, keepdim=True), values.dim() - 1, self.groups, "tensor", reduce_grad=True)
-        return sums.sum(-1, keepdim=True) / self.size
-
-
-def build_qk_norm(
-    kind: str, num_heads: int, head_dim: int, epsilon: float, groups: ProcessGroups, *, bias: bool, over_heads: bool
-) -> nn.Module:
-    """Build the norm of queries or keys [T, B, h, d], over each head or over all heads together.
-
-    A norm over each head has the same weights for all heads. A rank computes the gradients of its own heads, and
-    gradients are summed over ranks.
-    """
-    if over_heads:
-        return NormOverHeads(kind, num_heads, head_dim, epsilon, groups, bias=bias)
-    norm = build_norm(kind, head_dim, epsilon, bias=bias)
-    register_grad_all_reduce(norm, groups)
-    return norm
-
-
-def is_unsharded(linear: ColumnParallelLinear | RowParallelLinear, weight: Tensor) -> bool:
+def is_unsharded(module: "ColumnLinear | RowLinear", weight: Tensor) -> bool:
     """Return True if this rank alone computes a linear layer.
 
     ZeRO 3 releases a weight after use. Autograd must then save the parameter itself instead of a view, as
     megatron-core's function does.
     """
-    return linear.tp_group.size() == 1 and not is_sharded_by_zero3(weight)
+    return module.is_on_one_rank and not is_sharded_by_zero3(weight)
 
 
 class ColumnLinear(ColumnParallelLinear):
     """megatron-core's linear layer with outputs sharded over ranks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Dynamo compares objects that several modules share, such as process groups, in Python at each call.
+        self.is_on_one_rank = self.tp_group.size() == 1
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -139,7 +77,7 @@ class ColumnLinear(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         if not is_unsharded(self, weight):
             return super().forward(input_, weight, runtime_gather_output)
-        output = F.linear(input_, weight)
+        output = linear(input_, weight)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None
@@ -148,11 +86,16 @@ class ColumnLinear(ColumnParallelLinear):
 class RowLinear(RowParallelLinear):
     """megatron-core's linear layer with inputs sharded over ranks."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Dynamo compares objects that several modules share, such as process groups, in Python at each call.
+        self.is_on_one_rank = self.tp_group.size() == 1
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return x·Wᵀ, and the bias if it is not added here; see megatron-core."""
         if not is_unsharded(self, self.weight):
             return super().forward(input_)
-        output = F.linear(input_, self.weight)
+        output = linear(input_, self.weight)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None
@@ -231,10 +174,6 @@ class BiasedSelfAttention(SelfAttention):
         """
         return can_compile(self.config, x) and is_unsharded(self.linear_qkv, self.linear_qkv.weight)
 
-    def uses_heads_first_layout(self, x: Tensor) -> bool:
-        """Return True if a compiled region writes queries, keys and values heads first for the attention backend."""
-        return self.can_compile(x) and needs_heads_first_layout(self.core_attention.backend)
-
     @property
     def _recomputes_now(self) -> bool:
         return self.recomputes and self.training and torch.is_grad_enabled()
@@ -286,8 +225,10 @@ class BiasedSelfAttention(SelfAttention):
         *heads: Tensor,
     ) -> Tensor:
         if len(heads) == 1:
-            split = choose_region(BiasedSelfAttention.split_heads, compiles=self.can_compile(heads[0]))
-            heads = split(self, *heads, rotation, self.uses_heads_first_layout(heads[0]))
+            compiles = self.can_compile(heads[0])
+            split = choose_region(BiasedSelfAttention.split_heads, compiles=compiles)
+            heads_first = compiles and needs_heads_first_layout(self.core_attention.backend)
+            heads = split(self, *heads, rotation, heads_first)
         attended: Tensor = self.core_attention(*heads, context, gates=gates, is_rotated=rotation is not None)
         return attended if output_gate is None else apply_gate(attended, output_gate[-len(attended) :])
 
@@ -317,12 +258,16 @@ def apply_gate(attended: Tensor, gate: Tensor) -> Tensor:
 class FeedForward(MLP):
     """megatron-core's MLP with its own forward pass."""
 
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.is_gated = config.gated_linear_unit
+
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the MLP's output for hidden states [T, B, D], and the bias to add to it."""
         inner, bias = self.linear_fc1(hidden)
         if bias is not None:
             inner = inner + bias
-        if self.config.gated_linear_unit:
+        if self.is_gated:
             gate, inner = inner.chunk(2, dim=-1)
             inner = self.activation_func(gate) * inner
         else:
@@ -376,25 +321,26 @@ class GPTLayer(TransformerLayer):
             output = F.dropout(output, self.hidden_dropout)
         return residual + output
 
+    def can_compile(self, hidden: Tensor) -> bool:
+        """Return True if the layer's regions are compiled. With dropout they would draw other random numbers."""
+        drops = self.training and self.hidden_dropout > 0
+        return not drops and self.self_attention.can_compile(hidden)
+
     def forward(self, hidden: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Compute hidden states [T, B, D] → [T or context.num_logits, B, D]."""
-        attention, drops = self.self_attention, self.training and self.hidden_dropout > 0
-        compiles = attention.can_compile(hidden) and not drops  # compiled dropout would draw different numbers
-        rotation = attention.core_attention.get_rotation(hidden, context) if compiles else None
-        begin, end = (
-            choose_region(part, compiles=compiles)
-            for part in (GPTLayer._run_before_attention, GPTLayer._run_after_attention)
-        )
-        heads_first = compiles and attention.uses_heads_first_layout(hidden)
-        normed, heads, output_gate = begin(self, hidden, rotation, heads_first)
-        attended = attention.attend(normed, heads, output_gate, context, rotation)
-        if context is not None and context.num_logits is not None:
-            hidden = hidden[-context.num_logits :]
-            normed = None if normed is None else normed[-context.num_logits :]
-        output: Tensor = end(self, hidden, normed, attended)
-        return output
+        return _run_joined([(self, context)], hidden, compiles=self.can_compile(hidden))
 
-    def _run_before_attention(
+    def choose_layout(
+        self, hidden: Tensor, context: AttentionContext | None, *, compiles: bool
+    ) -> tuple[Rotation | None, bool]:
+        """Return the rotation and the layout, as for `split_heads`, of heads that a region writes."""
+        if not compiles:
+            return None, False
+        attention = self.self_attention
+        rotation = attention.core_attention.get_rotation(hidden, context)
+        return rotation, needs_heads_first_layout(attention.core_attention.backend)
+
+    def run_before_attention(
         self, hidden: Tensor, rotation: Rotation | None, heads_first: bool
     ) -> tuple[Tensor | None, Heads, Tensor | None]:
         """Compute the region before attention.
@@ -406,7 +352,7 @@ class GPTLayer(TransformerLayer):
         heads, output_gate = self.self_attention.project(normed, rotation, heads_first=heads_first)
         return normed if self.saves_norm_output else None, heads, output_gate
 
-    def _run_after_attention(self, hidden: Tensor, normed: Tensor | None, attended: Tensor) -> Tensor:
+    def run_after_attention(self, hidden: Tensor, normed: Tensor | None, attended: Tensor) -> Tensor:
         """Compute the region after attention, from the output projection to the layer's output."""
         projected = self.self_attention.linear_proj(attended)
         after_attention = self._add(projected, hidden, self.post_self_attn_layernorm)
@@ -415,6 +361,70 @@ class GPTLayer(TransformerLayer):
         elif not self.tied_norm:
             normed = self.pre_mlp_layernorm(hidden)
         return self._add(self.mlp(normed), after_attention, self.post_mlp_layernorm)
+
+
+def _run_between_attentions(
+    layer: GPTLayer,
+    following: GPTLayer,
+    hidden: Tensor,
+    normed: Tensor | None,
+    attended: Tensor,
+    rotation: Rotation | None,
+    heads_first: bool,
+) -> tuple[Tensor, Tensor | None, Heads, Tensor | None]:
+    """Compute the region from a layer's attention to the attention of the following layer.
+
+    Returns:
+        The output of the layer, and the results of the following layer's `run_before_attention`.
+    """
+    output = layer.run_after_attention(hidden, normed, attended)
+    return output, *following.run_before_attention(output, rotation, heads_first)
+
+
+def run_layers(layers: Sequence[tuple[GPTLayer, AttentionContext]], hidden: Tensor) -> Tensor:
+    """Run consecutive layers: hidden states [T, B, D] → [T or num_logits, B, D].
+
+    Compiled regions extend over the border of two layers, because calling a region takes the host as long as launching
+    its kernels. Layers run one by one if they are not compiled or have hooks.
+    """
+    if all(layer.can_compile(hidden) and not has_hooks(layer) for layer, _ in layers):
+        return _run_joined(layers, hidden, compiles=True)
+    for layer, context in layers:
+        hidden = layer(hidden, context)
+    return hidden
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a hook sees the calls of a module."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _run_joined(
+    layers: Sequence[tuple[GPTLayer, AttentionContext | None]], hidden: Tensor, *, compiles: bool
+) -> Tensor:
+    """Run consecutive layers, with one region between two attentions."""
+    begin, between, end = (
+        choose_region(part, compiles=compiles)
+        for part in (GPTLayer.run_before_attention, _run_between_attentions, GPTLayer.run_after_attention)
+    )
+    layer, context = layers[0]
+    rotation, heads_first = layer.choose_layout(hidden, context, compiles=compiles)
+    normed, heads, output_gate = begin(layer, hidden, rotation, heads_first)
+    for following, next_context in layers[1:]:
+        attended = layer.self_attention.attend(normed, heads, output_gate, context, rotation)
+        next_rotation, heads_first = following.choose_layout(hidden, next_context, compiles=compiles)
+        hidden, normed, heads, output_gate = between(
+            layer, following, hidden, normed, attended, next_rotation, heads_first
+        )
+        layer, context, rotation = following, next_context, next_rotation
+    attended = layer.self_attention.attend(normed, heads, output_gate, context, rotation)
+    if context is not None and context.num_logits is not None:
+        hidden = hidden[-context.num_logits :]
+        normed = None if normed is None else normed[-context.num_logits :]
+    output: Tensor = end(layer, hidden, normed, attended)
+    return output
 
 
 class OffStageLayer(nn.Module):

@@ -1,8 +1,9 @@
 """Megatron-core's configuration of the layers, and the regions of a training step that torch.compile fuses.
 
 The regions are everything but attention. On a GPU, biases, residual sums, norms, activations, rotation and the loss are
-limited by memory bandwidth and kernel launches. Each layer therefore has two regions, before and after its attention,
-and the loss is a third. torch.compile generates the kernels of their forward and backward passes.
+limited by memory bandwidth and kernel launches. One region therefore reaches from each attention to the next, others
+from the first and the last attention to the ends of the layers, and the loss is one more. torch.compile generates the
+kernels of their forward and backward passes.
 
 The regions are the layer's own code (`layer.py`), so no formula exists twice. Evaluation, generation and CPUs run it
 eagerly. So does a GPU with `compile_regions: false`, with hidden dropout, or if tensor parallelism or ZeRO 3 shards a

@@ -29,6 +29,7 @@ from megatron.config.execution import find_backend_obstacle, find_graph_obstacle
 from megatron.config.schema import Config
 from megatron.data.torch_data import Batch
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.model.layer import has_hooks
 from megatron.training.graphed_model import CudaCapture, GraphedModel, TrainingPasses
 from megatron.utils.errors import UserError, describe_error, is_out_of_memory
 from megatron.utils.formatting import format_bytes
@@ -178,7 +179,7 @@ def _try_graphs(
     requires_exactness: bool,
     capture: CudaCapture,
 ) -> tuple[GraphedModel | None, GraphTrial]:
-    if hooked := next((name for name, module in model.named_modules() if name and _has_hooks(module)), None):
+    if hooked := next((name for name, module in model.named_modules() if name and has_hooks(module)), None):
         return None, GraphTrial(f"a hook on {hooked} must see every pass")
     names = getattr(getattr(model, "backend_choice", None), "name", None) or ""
     if (obstacle := find_backend_obstacle(names)) is not None:
@@ -230,12 +231,6 @@ def _try_graphs(
 def _get_name(graphed: GraphedModel, number: int) -> str:
     parameter = graphed.used[number]
     return next(name for name, each in graphed.model.named_parameters() if each is parameter)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def _measure_differences(results: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:

@@ -50,12 +50,13 @@ def can_flatten(optimizer: Any) -> bool:
 class _Slice:
     """Elements of a parameter's gradient that this rank updates.
 
-    The `size` elements from `start` on are the elements of the partition of `group` from `offset` on.
+    The `size` elements from `start` on are a part of the partition of `group`.
     """
 
+    number: int
+    """Index among all slices of this rank."""
     group: int
     start: int
-    offset: int
     size: int
     is_counted: bool
     """True if the norm counts the slice on this rank; a replicated parameter counts on one model-parallel rank."""
@@ -69,22 +70,36 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
     _bucket: list[nn.Parameter]
     _bucket_numel: int
     _partitions: list[Tensor] | None
+    _views: list[Tensor]
+    """Views of the partitions' slices, by number."""
+    _split_sizes: list[list[int]]
+    """Sizes of the slices of each group, and the size of its padding."""
+    _counted: list[_Slice]
+    _num_counted: list[int]
     _num_norms: int
 
     def _prepare(self, groups: ProcessGroups) -> None:
         """Compute the slices and set the hooks before the first step."""
         self._groups, self._world_size = groups, groups.mesh.dp_cp.size
-        self._slices = {}
+        self._slices, self._split_sizes = {}, []
         for group, parameters in enumerate(self.params_in_partition):
-            rank = groups.mesh.dp_cp.index
+            rank, filled = groups.mesh.dp_cp.index, 0
+            sizes: list[int] = []
             for parameter in parameters:
                 number = self.get_param_id(parameter)
                 start = int(self.grad_start_offset[group][rank][number])
                 offset = int(self.grad_partition_insertion_offset[group][rank][number])
                 size = min(parameter.numel() - start, int(self.partition_size[group]) - offset)
-                self._slices[parameter] = _Slice(
-                    group, start, offset, size, is_counted_on_this_rank(parameter, groups.mesh)
-                )
+                is_counted = is_counted_on_this_rank(parameter, groups.mesh)
+                self._slices[parameter] = _Slice(len(self._slices), group, start, size, is_counted)
+                assert offset == filled, "slices follow each other"
+                filled += size
+                sizes.append(size)
+            self._split_sizes.append([*sizes, int(self.partition_size[group]) - filled])
+        self._counted = [part for part in self._slices.values() if part.is_counted]
+        self._num_counted = [0] * len(self.params_in_partition)
+        for part in self._counted:
+            self._num_counted[part.group] += 1
         self._bucket, self._bucket_numel = [], 0
         self._partitions = None
         # Number of groups. Pipeline stages may differ: only the last one has a final norm.
@@ -132,6 +147,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
             self._partitions = [
                 torch.zeros(int(size), dtype=self._partition_dtype, device=self.device) for size in self.partition_size
             ]
+            self._views = self._view_slices(self._partitions)
             self._is_summed = False
         if not self._bucket:
             return
@@ -155,7 +171,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
             if part is not None and part.size:
                 whole = part.size == gradient.numel()
                 sources.append(gradient if whole else gradient.narrow(0, part.start, part.size))
-                targets.append(self._partitions[part.group].narrow(0, part.offset, part.size))
+                targets.append(self._views[part.number])
         if not sources:
             return
         if self._is_summed:
@@ -172,8 +188,11 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
         If a gradient is not finite, only set `overflow`.
         """
         assert self._partitions is not None, "a step comes after a backward pass"
-        partitions, self._partitions = [part.to(torch.float32) for part in self._partitions], None
-        norm = self._compute_norm(partitions)
+        is_float32 = self._partition_dtype == torch.float32
+        partitions = self._partitions if is_float32 else [part.to(torch.float32) for part in self._partitions]
+        views = self._views if is_float32 else self._view_slices(partitions)
+        self._partitions, self._views = None, []
+        norm = self._compute_norm(views)
         self.overflow = not math.isfinite(norm)
         scale = self.loss_scale
         self._update_scale(self.overflow)
@@ -193,18 +212,25 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
             master.grad = None
         self.update_lp_params()
 
-    def _compute_norm(self, partitions: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients, including the loss scale: float32, on the host."""
-        pieces: list[Tensor] = []
-        numbers = [0] * len(partitions)
-        for part in self._slices.values():
-            if part.is_counted:
-                pieces.append(partitions[part.group].narrow(0, part.offset, part.size))
-                numbers[part.group] += 1
+    def _view_slices(self, partitions: list[Tensor]) -> list[Tensor]:
+        """Return views of all slices of the partitions, by number.
+
+        One `split` of a partition takes the host less time than a `narrow` for each slice.
+        """
+        pieces = [part.split(sizes) for part, sizes in zip(partitions, self._split_sizes, strict=True)]
+        return [view for of_group in pieces for view in of_group[:-1]]
+
+    def _compute_norm(self, views: list[Tensor]) -> Tensor:
+        """Return the norm of all gradients, including the loss scale: float32, on the host.
+
+        Args:
+            views: views of all slices.
+        """
+        pieces = [views[part.number] for part in self._counted]
         squares = torch.zeros(self._num_norms, dtype=torch.float32, device=self.device)
         if pieces:
             norms = torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float64)).pow(2)
-            sums = [group.sum() for group in norms.split(numbers)]
+            sums = [group.sum() for group in norms.split(self._num_counted)]
             if len(sums) < self._num_norms:  # another pipeline stage has more groups
                 sums += [torch.zeros_like(sums[0])] * (self._num_norms - len(sums))
             squares = torch.stack(sums).float()
@@ -221,7 +247,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients."""
-        self._bucket, self._bucket_numel, self._partitions = [], 0, None
+        self._bucket, self._bucket_numel, self._partitions, self._views = [], 0, None, []
         for group in self.bit16_groups:
             for parameter in group:
                 parameter.grad = None

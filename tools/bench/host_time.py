@@ -7,10 +7,12 @@ Kernels take no time on the null device (megatron/rehearsal/null_device), so the
 is a separate process. In it, steps of the plain GPT (autocast, SDPA, fused AdamW, clipping; DistributedDataParallel
 over two ranks) and of Farfield's loop alternate, so that a busy machine affects both alike. With two ranks, the process
 is the first of them, with real NCCL process groups. Time is CPU time of the process over all threads. Launches are
-exact counts of requests to the CUDA runtime, the driver, cuBLAS and NCCL, from the null device's library.
+exact counts of requests to the CUDA runtime, the driver, cuBLAS and NCCL, from the null device's library. Calls are
+those of Python and C functions from Python, in the forward and the backward pass; unlike times they repeat exactly.
 
-`--compile-plain` compiles the plain GPT with torch.compile, as a user who wants its best would. `--layers` changes the
-number of layers: two runs give the cost of a layer and of the rest. docs/results/host_time_compiled.json has both.
+`--compile-plain` compiles the plain GPT with torch.compile, as a user who wants its best would. `--graphs` replays
+Farfield's micro-batches as CUDA graphs, as it does by default on a GPU. `--layers` changes the number of layers: two
+runs give the cost of a layer and of the rest. docs/results/host_time_compiled.json and host_time_graphs.json have both.
 
 The flagship (2-7B cdape_kerple_log a100_8k on 64 ranks, with the kernels) is measured per micro-batch.
 """
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,7 +49,7 @@ METHODS: dict[str, tuple[str, str]] = {
 """Overlay of each method, and the backend intended for it on a GPU."""
 SHAPES = {"125M": (12, 768, 12), "350M": (24, 1024, 16)}
 """Layers, hidden size and heads of the plain GPT, as in configs/model."""
-LENGTH, BATCH, VOCABULARY = 512, 32, 50304
+LENGTH, VOCABULARY = 512, 50304
 WARMUP_STEPS = 5
 FLAGSHIP = ("2-7B", "cdape_kerple_log", "a100_8k")
 FLAGSHIP_RANKS = 64
@@ -68,7 +71,10 @@ class Case:
     ranks: int
     methods: list[str]
     rounds: int
+    micro_batch: int
     flagship: bool = False
+    uses_graphs: bool = False
+    """True if Farfield's micro-batches run as CUDA graphs."""
     compiles_plain: bool = False
     """True if the plain GPT is compiled."""
     num_layers: int | None = None
@@ -89,7 +95,7 @@ def build_trainer(names: list[str], values: dict[str, object], ranks: int) -> An
     from megatron.training.training_run import build_training_run
 
     fixed = {"train_iters": 1_000_000, "lr_decay_iters": 1_000_000, "eval_interval": 0, "log_interval": 1_000_000}
-    pairs = [f"{key}={value}" for key, value in {**fixed, "device": "cuda", "cuda_graph": "off", **values}.items()]
+    pairs = [f"{key}={value}" for key, value in {**fixed, "device": "cuda", **values}.items()]
     rank = RankInfo(0, ranks, 0, min(ranks, 8))
     config = resolve_run(load_config(names, pairs).config, LocalHardware.detect(), rank_info=rank).config
     run = build_training_run(config, rank, ConsoleReporter(None, config.training.train_iters))
@@ -100,25 +106,25 @@ def build_trainer(names: list[str], values: dict[str, object], ranks: int) -> An
 class PlainTrainer:
     """Plain hand-written training loop in bfloat16 with autocast, whose forward pass and loss may be compiled."""
 
-    def __init__(self, size: str, ranks: int, *, compiles: bool = False, num_layers: int | None = None) -> None:
+    def __init__(self, case: Case) -> None:
         import torch
 
         from tools.bench.plain_gpt import PlainGPT
 
         self.torch = torch
-        layers, width, heads = SHAPES[size]
-        self.plain = PlainGPT(num_layers or layers, width, heads, LENGTH, VOCABULARY, "none").cuda()
+        layers, width, heads = SHAPES[case.size]
+        self.plain = PlainGPT(case.num_layers or layers, width, heads, LENGTH, VOCABULARY, "none").cuda()
         self.model: Any = self.plain
-        if ranks > 1:
+        if case.ranks > 1:
             self.model = torch.nn.parallel.DistributedDataParallel(self.plain, device_ids=[0])
         self.optimizer = torch.optim.AdamW(self.plain.parameters(), 1e-4, fused=True)
-        self.tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1)).pin_memory()
+        self.tokens = torch.randint(VOCABULARY, (case.micro_batch, LENGTH + 1)).pin_memory()
 
         def compute_loss(tokens: torch.Tensor) -> torch.Tensor:
             logits = self.model(tokens[:, :-1])
             return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
-        self.compute_loss = torch.compile(compute_loss, dynamic=False) if compiles else compute_loss
+        self.compute_loss = torch.compile(compute_loss, dynamic=False) if case.compiles_plain else compute_loss
 
     def step(self) -> None:
         tokens = self.tokens.to("cuda", non_blocking=True)
@@ -159,6 +165,26 @@ class StepMeter:
         }
 
 
+def count_calls(step: Callable[[], None]) -> int:
+    """Return how many Python functions, and C functions from Python, a step calls."""
+    import torch
+
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    with torch.autograd.set_multithreading_enabled(False):  # backward passes run in this thread
+        step()
+        sys.setprofile(note)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    return count
+
+
 def measure_case(case: Case) -> list[dict[str, Any]]:
     """Return a record per method; steps of the plain GPT alternate with each method's steps."""
     import gc
@@ -170,27 +196,34 @@ def measure_case(case: Case) -> list[dict[str, Any]]:
         overlay, backend = METHODS[method]
         values = {
             "precision": "bf16", "checkpoint_activations": "false", "attention_backend": backend,
-            "train_micro_batch_size_per_gpu": BATCH, "train_batch_size": BATCH * case.ranks, "num_gpus": case.ranks,
-            "seq_length": LENGTH, "train_data_paths": f"[{case.corpus}]", "make_vocab_size_divisible_by": 128,
+            "train_micro_batch_size_per_gpu": case.micro_batch, "train_batch_size": case.micro_batch * case.ranks,
+            "num_gpus": case.ranks, "seq_length": LENGTH, "train_data_paths": f"[{case.corpus}]",
+            "make_vocab_size_divisible_by": 128, "cuda_graph": "on" if case.uses_graphs else "off",
         }  # fmt: skip
         if case.num_layers is not None:
             values["num_layers"] = case.num_layers
         trainer = build_trainer([case.size, overlay], values, case.ranks)
         if plain is None:
-            plain = PlainTrainer(case.size, case.ranks, compiles=case.compiles_plain, num_layers=case.num_layers)
+            plain = PlainTrainer(case)
         meters = StepMeter(), StepMeter()
         with GracefulStop() as stop:
+
+            def step(trainer: Any = trainer, stop: Any = stop) -> None:
+                trainer.train_step(stop)
+
             for number in range(WARMUP_STEPS + case.rounds):
                 if number == WARMUP_STEPS:
                     meters = StepMeter(), StepMeter()
                 meters[0].measure(plain.step)
-                meters[1].measure(lambda trainer=trainer: trainer.train_step(stop))
+                meters[1].measure(step)
                 if stop.signal is not None:
                     raise KeyboardInterrupt
+            calls = count_calls(plain.step), count_calls(step)
         ratios = [own / other for other, own in zip(meters[0].cpu, meters[1].cpu, strict=True)]
         records.append({
             "size": case.size, "ranks": case.ranks, "method": method, "backend": backend,
-            "plain": meters[0].summarize(), "farfield": meters[1].summarize(),
+            "plain": {**meters[0].summarize(), "calls": calls[0]},
+            "farfield": {**meters[1].summarize(), "calls": calls[1]},
             "cpu_ratio": round(statistics.median(ratios), 3),
             "cpu_ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
         })  # fmt: skip
@@ -210,7 +243,7 @@ def measure_flagship(case: Case) -> list[dict[str, Any]]:
         stack.enter_context(skip_weight_initialization())
         values = {
             "train_data_paths": f"[{case.corpus}]", "num_gpus": 8, "nodes": FLAGSHIP_RANKS // 8,
-            "attention_backend": "triton",
+            "attention_backend": "triton", "cuda_graph": "off",
         }  # fmt: skip
         trainer = build_trainer(list(FLAGSHIP), values, FLAGSHIP_RANKS)
     engine, step_meter, micro_meter, whole = trainer.run.engine, StepMeter(), StepMeter(), StepMeter()
@@ -287,18 +320,20 @@ def format_page(result: dict[str, Any]) -> str:
     lines = [
         "# Host time of a training step",
         "",
-        f"A step of {BATCH} × {LENGTH} tokens per rank in bfloat16 on the null device"
+        f"A step of {result['micro_batch']} × {LENGTH} tokens per rank in bfloat16 on the null device"
         f"{size}. Kernels take no time there, so "
         "the table shows the cost of Python and of launches.",
         "Plain is a GPT of the same shape in plain PyTorch (autocast, SDPA, fused AdamW, clipping"
         f"{', torch.compile' if result.get('compiles_plain') else ''}). Its steps "
         "alternate with those of each method in the same process.",
+        *(["Farfield's micro-batches run as CUDA graphs."] if result["uses_graphs"] else []),
         "Host time is CPU time of the process (median over steps; × plain is the median ratio of step pairs).",
-        "Launches are exact counts of kernels, matrix products, copies, fills and collectives.",
+        "Launches are exact counts of kernels, matrix products, copies, fills and collectives. Calls are of Python "
+        "functions, and of C functions from Python.",
         "",
         "| model | ranks | method | backend | host ms | plain ms | × plain | × none | launches | plain's | × plain | "
-        "more than none | Triton's | waits |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "more than none | Triton's | waits | calls | plain's |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     none = {(r["size"], r["ranks"]): r for r in result["records"] if r["method"] == "none"}
     for record in result["records"]:
@@ -311,7 +346,7 @@ def format_page(result: dict[str, Any]) -> str:
             f"| {case} | {own['cpu_ms']:.1f} | "
             f"{plain['cpu_ms']:.1f} | {record['cpu_ratio']:.2f} | {times_none} | {own['all_launches']:,} | "
             f"{plain['all_launches']:,} | {own['all_launches'] / plain['all_launches']:.2f} | {more} | "
-            f"{own['triton']} | {own['synchronizations']} |"
+            f"{own['triton']} | {own['synchronizations']} | {own['calls']:,} | {plain['calls']:,} |"
         )
     lines.append("")
     if not result.get("compiles_plain"):
@@ -334,6 +369,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=comma_separated(("1", "2")), default="1,2")
     parser.add_argument("--methods", type=comma_separated(METHODS), default=",".join(METHODS))
     parser.add_argument("--rounds", type=int_at_least(2), default=15, help="timed steps of each model (15)")
+    parser.add_argument("--micro-batch", type=int_at_least(1), default=32, help="sequences per rank and step (32)")
+    parser.add_argument("--graphs", action="store_true", help="run Farfield's micro-batches as CUDA graphs")
     parser.add_argument("--compile-plain", action="store_true", help="compile the plain GPT")
     parser.add_argument("--layers", type=int_at_least(1), help="number of layers instead of the sizes' own")
     parser.add_argument("--gpu", default="h100", help="emulated GPU (h100)")
@@ -360,6 +397,8 @@ def measure_all(arguments: Any) -> None:
         **collect_provenance(__file__, "cpu"),
         "card": arguments.gpu,
         "compiles_plain": arguments.compile_plain,
+        "uses_graphs": arguments.graphs,
+        "micro_batch": arguments.micro_batch,
         "layers": arguments.layers,
         "records": [],
         "flagship": [],
@@ -375,6 +414,8 @@ def measure_all(arguments: Any) -> None:
                 int(ranks),
                 methods,
                 arguments.rounds,
+                arguments.micro_batch,
+                uses_graphs=arguments.graphs,
                 compiles_plain=arguments.compile_plain,
                 num_layers=arguments.layers,
             )
@@ -382,7 +423,7 @@ def measure_all(arguments: Any) -> None:
             for ranks in split(arguments.ranks)
         ]
         if not arguments.no_flagship:
-            cases.append(Case(corpus, FLAGSHIP[0], FLAGSHIP_RANKS, [], min(arguments.rounds, 4), flagship=True))
+            cases.append(Case(corpus, FLAGSHIP[0], FLAGSHIP_RANKS, [], min(arguments.rounds, 4), 0, flagship=True))
         for case in cases:
             try:
                 found = start_case(case, folder, arguments.gpu)

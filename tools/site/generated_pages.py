@@ -44,6 +44,7 @@ RESULTS: dict[str, dict[str, str]] = {
         "bench_cdape_cpu_epyc": "CDAPE on an AMD EPYC",
         "host_time": "Host time of a training step",
         "host_time_compiled": "Host time, compared with a compiled GPT",
+        "host_time_graphs": "Host time with CUDA graphs",
         "save": "Cost of a checkpoint",
         "context_memory": "Memory saved by context parallelism",
         "planner_memory": "Planned memory",
