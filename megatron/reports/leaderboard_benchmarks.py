@@ -283,15 +283,15 @@ class LeaderboardPlan:
 
 
 def describe_completeness(plan: LeaderboardPlan, missing: Mapping[str, Mapping[str, Sequence[int]]]) -> str:
-    """Describe in a sentence which benchmarks are ranked, and which are not because runs are missing."""
+    """Describe in a sentence which benchmarks are ranked, and which are not because results are missing."""
     complete = [benchmark for benchmark in plan.all_benchmarks if benchmark not in missing]
     counts = {benchmark: plan.runs_per_benchmark - _count_runs(missing[benchmark]) for benchmark in missing}
     unfinished = ", ".join(
-        f"{benchmark} ({count or 'none'} of {plan.runs_per_benchmark} runs)" for benchmark, count in counts.items()
+        f"{benchmark} ({count} of {plan.runs_per_benchmark} runs)" for benchmark, count in counts.items()
     )
     if not complete:
         return f"No benchmark is complete, so no method has a rank: {unfinished}."
-    return f"Ranked benchmarks: {', '.join(complete)}. Not ranked, because runs are missing: {unfinished}."
+    return f"Ranked benchmarks: {', '.join(complete)}. Not ranked, because results are missing here: {unfinished}."
 
 
 def build_missing_runs_table(

@@ -57,8 +57,8 @@ def test_a_benchmark_with_a_missing_run_is_shown_but_not_ranked() -> None:
     assert board.ranks["rotary"] == {"text": 3}
     assert table.column_headers[3] == "copy, % beyond training (incomplete)"
     assert dict(table.rows)["fox"][3] == "11.00 (n 1)"
-    missing_runs = "copy (5 of 6 runs), needles (none of 6 runs)"
-    assert table.lead[0] == f"Ranked benchmarks: text. Not ranked, because runs are missing: {missing_runs}."
+    missing_runs = "copy (5 of 6 runs), needles (0 of 6 runs)"
+    assert table.lead[0] == f"Ranked benchmarks: text. Not ranked, because results are missing here: {missing_runs}."
     assert missing.title == "Missing runs"
     assert missing.rows == (("copy", ("1 of 6", "–", "fox (2)")), ("needles", ("6 of 6", "all methods", "–")))
     whole = build([*list_runs(text), *list_runs(copy)], Leaderboard("rotary", plan=replace(PLAN, benchmarks=("copy",))))

@@ -55,7 +55,7 @@ def test_only_complete_benchmarks_are_published(tmp_path: Path, copies: int, met
     assert ("floor: guess" in {row["method"] for row in rows}) == (copies == 4)
     page = (tmp_path / "zoo.md").read_text(encoding="utf-8")
     assert page.splitlines()[1] == "# A board"
-    assert ("Not ranked, because runs are missing: copy (none of 4 runs)" in page) == (copies == 3)
+    assert ("Not ranked, because results are missing here: copy (0 of 4 runs)" in page) == (copies == 3)
     assert (tmp_path / "zoo.html").is_file()
     assert (tmp_path / "zoo.png").is_file()
 
@@ -82,7 +82,7 @@ def test_a_diverged_run_is_published_and_not_missing(tmp_path: Path) -> None:
     assert "(n 1)" in next(line for line in page.splitlines() if line.startswith("| alibi"))
 
 
-@pytest.mark.parametrize(("copies", "found"), [(0, "copy \\(none of 4 runs\\)"), (4, "Ranked benchmarks: copy")])
+@pytest.mark.parametrize(("copies", "found"), [(0, "copy \\(0 of 4 runs\\)"), (4, "Ranked benchmarks: copy")])
 def test_nothing_is_published_without_the_text(tmp_path: Path, copies: int, found: str) -> None:
     """Other pages quote perplexities of the published record."""
     write_runs(tmp_path / "runs", copies)

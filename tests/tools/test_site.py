@@ -72,6 +72,7 @@ def test_every_command_has_a_page_with_its_options(generated: GeneratedPages) ->
     from typer.main import get_command
 
     from megatron.cli.app import app
+    from megatron.cli.help_page import list_shown_flags
 
     commands = get_command(app).commands
     index = generated.contents["commands/index.md"]
@@ -79,7 +80,7 @@ def test_every_command_has_a_page_with_its_options(generated: GeneratedPages) ->
         page = generated.contents[f"commands/{name}.md"]
         assert f"./deepy.py {name} " in page
         assert f"]({name}.md)" in index
-        options = [option for parameter in command.params for option in parameter.opts if option.startswith("-")]
+        options = [option for parameter in command.params for option in list_shown_flags(parameter)]
         assert [option for option in options if option not in page] == []
     assert sum(path.startswith("commands/") for path in generated.contents) == len(commands) + 1
 
