@@ -406,7 +406,7 @@ def test_progress_counts_the_bytes_of_the_sources(many, tmp_path):
         vocab_size=260,
         progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total)),
     )
-    assert list(seen) == ["listing", "training the tokenizer", "importing PyTorch", "tokenizing"]
+    assert list(seen) == ["listing files", "training the tokenizer", "importing PyTorch", "tokenizing"]
     assert seen.pop("importing PyTorch") == [(0, many.stat().st_size)]
     for states in seen.values():
         assert states == sorted(states)

@@ -164,7 +164,7 @@ def test_other_work_and_damaged_files_restart(tmp_path: Path, source: str) -> No
 
 def test_nothing_stays_of_work_that_had_not_begun(tmp_path: Path, source: str) -> None:
     with pytest.raises(KeyboardInterrupt):
-        prepare([source], tmp_path / "out", progress=Interrupting("listing", 1, stop))
+        prepare([source], tmp_path / "out", progress=Interrupting("listing files", 1, stop))
     assert names(tmp_path) == ["many.jsonl"]
 
 

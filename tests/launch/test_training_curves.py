@@ -76,7 +76,7 @@ def test_a_page_has_a_row_and_a_line_for_each_run(tmp_path: Path) -> None:
     assert [name for name, _ in section.table.rows] == ["a/seed_1", "b/seed_1"]
     assert section.table.title == "Status of each run", "it stands below the heading Trainings"
     assert "MFU" not in section.table.column_headers, "it is not known of a CPU"
-    assert section.table.rows[1][1][:2] == ("finished", "700 / 700")
+    assert section.table.rows[1][1][:2] == ("finished", "700/700")
     loss, speed = section.charts
     assert [line.name for line in loss.series] == ["a/seed_1", "b/seed_1"]
     assert len(loss.series[1].points) == MAX_POINTS

@@ -72,7 +72,7 @@ def test_no_method_has_a_rank_if_no_benchmark_is_whole() -> None:
     table, missing, *_ = board.build_tables()
     assert {name: cells[0] for name, cells in table.rows} == {"alibi": "–", "rotary": "–"}
     assert list(dict(table.rows)) == ["alibi", "rotary"], "sorted by perplexity"
-    assert table.lead[0].startswith("No benchmark is complete, so no method has a rank: text (4 of 6 runs), copy (none")
+    assert table.lead[0].startswith("No benchmark is complete, so no method has a rank: text (4 of 6 runs), copy (0 of")
     assert missing.rows[0] == ("text", ("2 of 6", "fox", "–"))
     assert "Provisional, because 1 method has missing runs on the text." in build_answers(board)[0].sentences
 

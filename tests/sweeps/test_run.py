@@ -45,7 +45,7 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     assert "cdape(width=4)+alibi" in report
     assert "sweep.yml" in report
     assert output.count("Perplexity per token, trained at 16 tokens") == 1
-    assert "left)" in output
+    assert "(time left not yet known" in output
 
     assert output.startswith("preparing the text of the corpus corpus: listing (")
     last = (
