@@ -259,7 +259,7 @@ class FeedForward(MLP):
     """megatron-core's MLP with its own forward pass."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, ffn_hidden_size=config.ffn_hidden_size, **kwargs)
         self.is_gated = config.gated_linear_unit
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -47,7 +47,7 @@ def test_a_sweep_from_text_to_report(place: Path) -> None:
     assert output.count("Perplexity per token, trained at 16 tokens") == 1
     assert "(time left not yet known" in output
 
-    assert output.startswith("preparing the text of the corpus corpus: listing (")
+    assert output.startswith("preparing the text of the corpus corpus: listing files (")
     last = (
         r"open out/report\.html in a browser; results\.json, \.csv, \.md and \.png are next to it \((\d+ min )?\d+ s\)"
     )
