@@ -3,43 +3,32 @@
 A sweep of a paper's table saves its experiment next to its results.json, in results.experiment.json. A page of several
 experiments can then include everything from each experiment's own report.
 
-Single numbers are not comparable, because corpora, tokenizers, sizes, and protocols differ. The order of methods at a
-multiple of the training length is comparable. Agreement is Kendall's τ-b (Kendall 1938, A new measure of rank
-correlation): the share of pairs in the same order minus the share of pairs in the opposite order. It is 1 for the same
-order, 0 for no agreement, and −1 for the reverse. Our values are means over the seeds common to all compared methods,
-so that no method benefits from its seeds. The interval is a bootstrap over our seeds if there are several, else over
-blocks of the text. Published numbers are used as printed.
+Single numbers are not comparable, but the order of methods is; `rank_agreement.py` defines the agreement of two orders.
+Published numbers are used as printed.
 """
 
 import json
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, format_partial_seeds
 from megatron.reports.leaderboard import Ablation, Leaderboard
 from megatron.reports.leaderboard_benchmarks import LeaderboardPlan
 from megatron.reports.metrics import MAX_PERPLEXITY
+from megatron.reports.rank_agreement import (
+    RankAgreement,
+    compute_kendall_tau,
+    compute_tau_interval,
+    measure_order,
+)
 from megatron.reports.records import MAX_COUNT, Record, RunFailure
 from megatron.reports.table_formats import TextTable
-from megatron.reports.uncertainty import (
-    BOOTSTRAP_SEED,
-    NUM_RESAMPLES,
-    compute_percentile_interval,
-    draw_bootstrap_means,
-)
 from megatron.reports.verdict_tables import DEFAULT_MAX_CHANGE, build_verdict_tables
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import UserError
-
-NUM_TAU_RESAMPLES = NUM_RESAMPLES // 10
-"""Number of resamples of τ. Each is a ranking, so fewer suffice for two digits."""
 
 
 @dataclass(frozen=True)
@@ -181,18 +170,6 @@ def _check_numbers(table: PublishedTable) -> None:
                 raise ValueError(f"{method}: {value!r} is not a number of at most {MAX_PERPLEXITY:g}")
 
 
-@dataclass(frozen=True)
-class RankAgreement:
-    """Agreement between two orders of methods at one multiple of the training length."""
-
-    length_ratio: float
-    methods: tuple[str, ...]
-    tau: float
-    interval: tuple[float, float] | None
-    num_seeds: int
-    """Number of seeds common to all methods there."""
-
-
 def build_published_tables(published: PublishedTable, tables: Sequence[ComparisonTable]) -> list[TextTable]:
     """Build a table with published and our values at equal multiples of the training length, per matching table."""
     matching_tables = [
@@ -221,62 +198,17 @@ def compute_rank_agreement(published: PublishedTable, table: ComparisonTable) ->
         }
         if len(published_values) < 2:
             continue
-        methods = tuple(published_values)
-        records_per_method = _select_shared_seeds(table, methods, length_here)
-        if not records_per_method[0]:
+        methods, values_there = tuple(published_values), list(published_values.values())
+        order = measure_order(table, methods, length_here)
+        if order is None:
             continue
-        tau = compute_kendall_tau(
-            list(published_values.values()),
-            [statistics.fmean(record.value for record in method_records) for method_records in records_per_method],
-        )
-        samples = _resample_values(records_per_method)
         interval = None
-        if samples is not None:
-            interval = compute_percentile_interval(
-                np.array([compute_kendall_tau(list(published_values.values()), list(sample)) for sample in samples.T])
-            )
-        agreements.append(RankAgreement(length_ratio, methods, tau, interval, len(records_per_method[0])))
+        if order.samples is not None:
+            samples = order.draw_samples()
+            interval = compute_tau_interval([values_there] * len(samples), samples)
+        tau = compute_kendall_tau(values_there, order.values)
+        agreements.append(RankAgreement(length_ratio, methods, tau, interval, order.num_seeds))
     return agreements
-
-
-def compute_kendall_tau(values: Sequence[float], other_values: Sequence[float]) -> float:
-    """Return Kendall's τ-b of two rankings, or 0 if one of them has only ties."""
-    from scipy import stats  # imports slowly (about one second)
-
-    tau = float(stats.kendalltau(values, other_values).statistic)
-    return 0.0 if math.isnan(tau) else tau
-
-
-def _select_shared_seeds(table: ComparisonTable, methods: Sequence[str], x: float) -> list[list[Record]]:
-    """Return the records of each method at an x value, for the seeds common to all methods, sorted by seed."""
-    records_by_seed: list[dict[int, Record]] = []
-    for method in methods:
-        method_records = (record for record in table.records if (record.method, record.x_value) == (method, x))
-        records_by_seed.append({record.seed: record for record in method_records})
-    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in records_by_seed)))
-    return [[by_seed[seed] for seed in seeds] for by_seed in records_by_seed]
-
-
-def _resample_values(records_per_method: Sequence[Sequence[Record]]) -> np.ndarray | None:
-    """Resample values [methods, resamples] from records [methods, seeds], or return None if that is not possible."""
-    num_seeds = len(records_per_method[0])
-    if num_seeds > 1:
-        values = np.array(
-            [[run_record.value for run_record in method_records] for method_records in records_per_method]
-        )
-        seed_indices = np.random.Generator(np.random.PCG64(BOOTSTRAP_SEED)).integers(
-            num_seeds, size=(NUM_TAU_RESAMPLES, num_seeds)
-        )
-        return values[:, seed_indices].mean(axis=2)
-    single_records = [method_records[0] for method_records in records_per_method]
-    block_counts = single_records[0].tokens_per_block
-    if block_counts is None or any(record.tokens_per_block != block_counts for record in single_records):
-        return None
-    return draw_bootstrap_means(
-        np.array([record.block_sums for record in single_records]),
-        np.array(block_counts),
-        num_resamples=NUM_TAU_RESAMPLES,
-    )
 
 
 def _build_published_table(published: PublishedTable, table: ComparisonTable) -> TextTable:
@@ -300,11 +232,8 @@ def _build_published_table(published: PublishedTable, table: ComparisonTable) ->
     agreement_cells = []
     for length_ratio in length_ratios:
         rank_agreement_here = agreements.get(length_ratio)
-        text = "–" if rank_agreement_here is None else f"{rank_agreement_here.tau:+.2f}"
-        if rank_agreement_here is not None and rank_agreement_here.interval is not None:
-            text += f" [{rank_agreement_here.interval[0]:+.2f}, {rank_agreement_here.interval[1]:+.2f}]"
         agreement_cells.append(
-            text
+            ("–" if rank_agreement_here is None else str(rank_agreement_here))
             + format_partial_seeds(
                 None if rank_agreement_here is None else table.get_partial_num_seeds(rank_agreement_here.num_seeds)
             )

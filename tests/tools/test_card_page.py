@@ -5,16 +5,20 @@ import json
 import math
 import re
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 from megatron.reports.records import Record, write_records
 from megatron.reports.run_records import RunOutcome, get_run_file, write_run_file
-from tools.docs import card_page
+from tools.docs import agreement_page, card_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_table_is_current() -> None:
-    assert (ROOT / card_page.PAGE).read_text(encoding="utf-8") == card_page.render_page(), "run: make docs"
+@pytest.mark.parametrize("page", [card_page, agreement_page], ids=["card", "agreement"])
+def test_a_page_is_current(page: ModuleType) -> None:
+    assert (ROOT / page.PAGE).read_text(encoding="utf-8") == page.render_page(), "run: make docs"
 
 
 def test_the_summary_holds_for_all_records() -> None:

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 import matplotlib.image  # noqa: E402
 
 from megatron.config import reference  # noqa: E402
-from tools.docs import card_page, claims_page, parallel_page, position_plots, positions_page  # noqa: E402
+from tools.docs import agreement_page, card_page, claims_page, parallel_page, position_plots, positions_page  # noqa: E402
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 SHOWN_TEXT = re.compile(r"<text[^>]*>([^<]*)<")
@@ -29,6 +29,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     parallel_page.PAGE: parallel_page.render_page,
     claims_page.PAGE: claims_page.render_page,
     card_page.PAGE: card_page.render_page,
+    agreement_page.PAGE: agreement_page.render_page,
 }
 
 

@@ -1,9 +1,12 @@
 """Publish the leaderboard: write docs/results/zoo.{json,md,html,png} from the files of its runs in docs/results/zoo.
 
+The second tier, zoo_3m, is published in the same way once it has the runs of its text.
+
     python tools/docs/publish_leaderboard.py        or    make publish-zoo
 
 Only complete benchmarks are published, and nothing is published before the text is complete. The page lists the methods
-and seeds that the other benchmarks lack. Pages that quote the record (card.md, claims.md) are written again.
+and seeds that the other benchmarks lack. Pages that quote the records are written again: agreement.md, card.md,
+claims.md.
 """
 
 import os
@@ -28,8 +31,9 @@ from megatron.reports.records import RESULTS_FILE, Record, RunFailure, write_fai
 from megatron.reports.run_records import SavedRuns  # noqa: E402
 from megatron.utils.errors import UserError  # noqa: E402
 
-RUNS, OUTPUT = Path("docs/results/zoo"), Path("docs/results")
-NAME = "zoo"
+RESULTS = Path("docs/results")
+BOARDS = ("zoo", "zoo_3m")
+"""Names of the leaderboard and of its second tier, which are those of the files and of the folder of runs."""
 
 
 def select_complete_benchmarks(plan: LeaderboardPlan, saved: SavedRuns) -> tuple[list[Record], list[RunFailure]]:
@@ -44,21 +48,20 @@ def select_complete_benchmarks(plan: LeaderboardPlan, saved: SavedRuns) -> tuple
     records = saved.records
     missing = plan.list_missing_runs([*records, *saved.failures])
     if TEXT_BENCHMARK in missing:
-        raise UserError(
-            f"{RUNS}: cannot be published without all runs of the text. {describe_completeness(plan, missing)}"
-        )
+        raise UserError(f"cannot be published without all runs of the text. {describe_completeness(plan, missing)}")
     kept = [record for record in records if record.run is not None and plan.get_benchmark(record) not in missing]
     datasets = {record.dataset for record in kept}
     baselines = [record for record in records if record.run is None and record.dataset in datasets]
     return [*kept, *baselines], [f for f in saved.failures if plan.get_benchmark(f) not in missing]
 
 
-def publish(runs: Path, output: Path, console: Console) -> None:
+def publish(runs: Path, output: Path, console: Console, name: str = BOARDS[0]) -> None:
     """Write the record, the page in two formats, and its pictures.
 
     Args:
         runs: folder with the files of runs.
         output: folder of the published files.
+        name: name of the published files.
         console: console for the names of the files.
 
     Raises:
@@ -73,17 +76,20 @@ def publish(runs: Path, output: Path, console: Console) -> None:
     saved = read_saved_runs(runs)
     for note in describe_ignored_runs({runs / RESULTS_FILE: saved}):
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
-    records, failures = select_complete_benchmarks(plan, saved)
+    try:
+        records, failures = select_complete_benchmarks(plan, saved)
+    except UserError as error:
+        raise UserError(f"{runs}: {error}") from None
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / RESULTS_FILE
         write_records(results, records)
         write_failures(results, failures)
         write_experiment(results, Experiment(experiment.title, experiment.against, leaderboard=experiment.leaderboard))
         for suffix in (".md", ".html"):
-            combine_results([results], Console(quiet=True), output=output / f"{NAME}{suffix}")
-            console.print(f"written: {output / NAME}{suffix}", markup=False, highlight=False, soft_wrap=True)
+            combine_results([results], Console(quiet=True), output=output / f"{name}{suffix}")
+            console.print(f"written: {output / name}{suffix}", markup=False, highlight=False, soft_wrap=True)
     # The JSON omits the cells of the needle maps: they are most of the records, and the runs' files contain them.
-    path = write_records(output / f"{NAME}.json", [record for record in records if record.axis == "length"])
+    path = write_records(output / f"{name}.json", [record for record in records if record.axis == "length"])
     write_failures(path, failures)
     console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
 
@@ -92,11 +98,16 @@ def main() -> None:
     """Publish the leaderboard, and write the pages that quote it."""
     ToolParser(description=__doc__.partition("\n")[0]).parse_args()
     os.chdir(ROOT)
-    try:
-        publish(RUNS, OUTPUT, Console())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    for name in BOARDS:
+        if name != BOARDS[0] and not (RESULTS / name).is_dir():
+            continue
+        try:
+            publish(RESULTS / name, RESULTS, Console(), name)
+        except UserError as error:
+            if name == BOARDS[0]:
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(2)
+            print(f"note: {error}", file=sys.stderr)
     from tools.docs.make_docs import write_pages  # imports torch
 
     write_pages()

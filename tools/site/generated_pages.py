@@ -16,6 +16,7 @@ RESULTS: dict[str, dict[str, str]] = {
     "Methods compared": {
         "zoo": "The leaderboard",
         "zoo_text": "The leaderboard's text, trained longer",
+        "agreement": "The leaderboard's order at other budgets",
         "small": "Small versions of the papers' tables",
         "context": "Use of context beyond the training length",
         "tasks": "Tasks from scratch",
