@@ -15,8 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
+import rank_turns
 import torch
-import worlds
 from hypothesis import settings
 
 from megatron.distributed.hardware import count_cores
@@ -90,17 +90,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Skip these files in `make test-fast`, without importing them."""
     if config.option.markexpr != "not slow" or not collection_path.is_relative_to(TESTS):
         return None
-    return True if worlds.is_in(collection_path.relative_to(TESTS).as_posix(), SLOW) else None
+    return True if rank_turns.is_in(collection_path.relative_to(TESTS).as_posix(), SLOW) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.path.relative_to(TESTS).as_posix()
-        if worlds.is_in(path, SLOW):
+        if rank_turns.is_in(path, SLOW):
             item.add_marker("slow")
-        if path in worlds.STARTED_BY:
+        if path in rank_turns.STARTED_BY:
             item.add_marker("ranks")
-    items[:] = worlds.ordered(items)
+    items[:] = rank_turns.ordered(items)
 
 
 def pytest_collection_finish() -> None:
@@ -140,7 +140,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Make tests that start ranks wait for their turn before their fixtures run."""
     together = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]  # of all workers
-    with worlds.turn(together) if item.get_closest_marker("ranks") else nullcontext():
+    with rank_turns.turn(together) if item.get_closest_marker("ranks") else nullcontext():
         return (yield)
 
 

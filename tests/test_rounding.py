@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools.rounding import (
+from tools.tolerances import (
     SAFETY_FACTOR,
     Results,
     RoundingMode,

@@ -200,7 +200,9 @@ class AttentionInputs:
         )
 
 
-def pad_values(attend: Callable[[BackendT, AttentionInputs], Tensor]) -> Callable[[BackendT, AttentionInputs], Tensor]:
+def with_padded_values(
+    attend: Callable[[BackendT, AttentionInputs], Tensor],
+) -> Callable[[BackendT, AttentionInputs], Tensor]:
     """Decorate a backend's `__call__` whose fused attention needs queries, keys and values of equal length.
 
     If rotated queries are longer, values are padded with zeros, and the output is cut to its length.

@@ -46,7 +46,7 @@ from megatron.distributed.mesh import Axis, Mesh, ParallelSizes
 from megatron.distributed.sharding import (
     ShardSpec,
     get_shard_spec,
-    is_counted_on_this_rank,
+    is_owned_by_rank,
     shard_tensor,
     unshard_tensors,
 )
@@ -234,7 +234,7 @@ class Snapshot:
 
     def __init__(self, engine: Any, mesh: Mesh, copies: PinnedStagingBuffers) -> None:
         """Copy the states of an engine. `copies` must not be used for another snapshot until this one is written."""
-        shards = [shard for shard in list_optimizer_shards(engine) if is_counted_on_this_rank(shard.parameter, mesh)]
+        shards = [shard for shard in list_optimizer_shards(engine) if is_owned_by_rank(shard.parameter, mesh)]
         if is_replicated(engine):
             shards = [shard.split_over_axis(mesh.dp_cp) for shard in shards]
         shards = [shard for shard in shards if shard.master.numel()]

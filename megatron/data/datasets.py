@@ -144,7 +144,7 @@ def build_datasets(
     check_index_size(order)
     train_length = _get_train_length(order, seq_length)
 
-    from megatron.data.gpt_dataset import CutDataset, DocumentDataset, build_training_dataset
+    from megatron.data.gpt_dataset import DocumentDataset, SplitSamplesDataset, build_training_dataset
     from megatron.data.sample_index import SampleFormat
 
     train_slices = slices.get("train", [])
@@ -167,7 +167,7 @@ def build_datasets(
         if groups.is_main:
             crossing_fraction = dataset.compute_crossing_fraction(seq_length)
         pieces = train_length // seq_length
-        samples["train"] = CutDataset(dataset, pieces) if pieces > 1 else dataset
+        samples["train"] = SplitSamplesDataset(dataset, pieces) if pieces > 1 else dataset
     held_out = {name: own for name, own in slices.items() if name != "train"}
     samples |= _build_held_out(data, order, held_out, seq_length, eval_multiples, vocabulary, groups)
     if separates_documents:

@@ -92,7 +92,7 @@ class TrainingDataset(Dataset):
         )
 
 
-class CutDataset(Dataset):
+class SplitSamplesDataset(Dataset):
     """Samples cut into `pieces` equal, consecutive pieces. Tensors have shape [T], with T divisible by `pieces`."""
 
     def __init__(self, dataset: Dataset, pieces: int) -> None:
@@ -194,7 +194,7 @@ def list_document_parts(dataset: Dataset, index: int, slices: Sequence[DatasetSl
     row = dataset[index]["tokens"].numpy()  # first: megatron-core reads its index with the first sample
     source = dataset.dataset if isinstance(dataset, DocumentDataset) else dataset
     block, piece = index, 0
-    if isinstance(source, CutDataset):
+    if isinstance(source, SplitSamplesDataset):
         block, piece = divmod(index, source.pieces)
         source = source.dataset
     assert isinstance(source, TrainingDataset)

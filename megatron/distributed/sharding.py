@@ -61,8 +61,8 @@ def is_replica(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
-def is_counted_on_this_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    """Return True if this rank, among all ranks of one model, counts its shard of the parameter."""
+def is_owned_by_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
+    """Return True if this rank owns its shard of a parameter, so that sums over a model's ranks count it once."""
     return not is_replica(parameter) and (get_shard_spec(parameter) is not None or mesh.tensor.index == 0)
 
 

@@ -62,7 +62,7 @@ class AttentionShape:
 
     @property
     def rotated_dim(self) -> int:
-        """Length of a rotated query or key. Kernels pad values and outputs to the same length (`pad_values`)."""
+        """Length of a rotated query or key. Kernels pad values and outputs to it (`with_padded_values`)."""
         return self.head_dim * self.encoding.count_qk_numbers()
 
     @property
@@ -95,7 +95,7 @@ class AttentionMemory:
     copies_keys: bool = False
     """True if contiguous copies of each segment's keys and values are saved instead of the originals."""
     pads_values: bool = False
-    """True if values are padded to the length of rotated queries (`pad_values`)."""
+    """True if values are padded to the length of rotated queries (`with_padded_values`)."""
     recomputed_fraction: float = 0.0
     """Fraction of the forward pass's score products that the backward pass recomputes."""
 

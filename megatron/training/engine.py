@@ -23,7 +23,7 @@ from megatron.config.schema import Config
 from megatron.data.torch_data import Batch
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
-from megatron.distributed.sharding import all_reduce_sum_, is_counted_on_this_rank
+from megatron.distributed.sharding import all_reduce_sum_, is_owned_by_rank
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
 from megatron.model.parameter_groups import build_parameter_groups
@@ -240,7 +240,7 @@ class Engine:
     def _step_plain_optimizer(self) -> None:
         mesh = self.groups.mesh
         parameters = [p for group in self.inner_optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if is_counted_on_this_rank(p, mesh)])
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if is_owned_by_rank(p, mesh)])
         if mesh.tensor.size * mesh.pipeline.size > 1:
             squares = norm.double().square()
             all_reduce_sum_(squares, self.groups, "tensor", "pipeline")

@@ -21,7 +21,7 @@ from megatron.checkpoint.engine_state import OptimizerShard, is_replicated, list
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.distributed.sharding import count_all_elements, is_counted_on_this_rank, is_replica
+from megatron.distributed.sharding import count_all_elements, is_owned_by_rank, is_replica
 from megatron.model.parameter_groups import build_parameter_groups, find_model_parts
 from megatron.options.training import OptimizerOptions
 from megatron.training.projected_optimizers import MuonWithAdamW, ProjectedAdamW, ProjectedLion, ProjectedOptimizer
@@ -196,7 +196,7 @@ class ParameterNorms:
     def _list_shards(self) -> list[OptimizerShard]:
         """Return the shards of the masters that this rank counts."""
         deepspeed, mesh = self._deepspeed, self._groups.mesh
-        shards = [shard for shard in list_optimizer_shards(deepspeed) if is_counted_on_this_rank(shard.parameter, mesh)]
+        shards = [shard for shard in list_optimizer_shards(deepspeed) if is_owned_by_rank(shard.parameter, mesh)]
         if is_replicated(deepspeed):
             shards = [shard.split_over_axis(mesh.dp_cp) for shard in shards]
         return [shard for shard in shards if shard.master.numel()]

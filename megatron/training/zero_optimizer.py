@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.distributed.sharding import all_reduce_sum_, is_counted_on_this_rank
+from megatron.distributed.sharding import all_reduce_sum_, is_owned_by_rank
 
 CAST_ELEMENTS = 1 << 25
 """Minimum number of gradient elements cast together, for sums of another data type or for sending (128 MiB in float32).
@@ -90,7 +90,7 @@ class FlatZeroOptimizer(DeepSpeedZeroOptimizer):
                 start = int(self.grad_start_offset[group][rank][number])
                 offset = int(self.grad_partition_insertion_offset[group][rank][number])
                 size = min(parameter.numel() - start, int(self.partition_size[group]) - offset)
-                is_counted = is_counted_on_this_rank(parameter, groups.mesh)
+                is_counted = is_owned_by_rank(parameter, groups.mesh)
                 self._slices[parameter] = _Slice(len(self._slices), group, start, size, is_counted)
                 assert offset == filled, "slices follow each other"
                 filled += size

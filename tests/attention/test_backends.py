@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from kept import Peak
+from memory_measurement import Peak
 from position_methods import build, random_qkv
 
 from megatron.attention.backends import pytorch
@@ -14,7 +14,7 @@ from megatron.attention.backends.registry import RowBlockBackend, select_backend
 from megatron.attention.inputs import AttentionInputs
 from megatron.position.token_range import TokenRange
 from megatron.utils.errors import UserError
-from tools.rounding import assert_close_in_rounding
+from tools.tolerances import assert_close_in_rounding
 
 
 class Counted:

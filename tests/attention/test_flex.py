@@ -14,7 +14,7 @@ from megatron.attention.backends.pytorch import EagerBackend, RowBlockBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.position.token_range import TokenRange, build_causal_mask, sample_positions
 from megatron.utils.errors import UserError
-from tools.rounding import assert_within_rounding
+from tools.tolerances import assert_within_rounding
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from megatron.kernels.cdape_attention import cpu
 from megatron.position.registry import build_processor
 from megatron.position.token_range import TokenRange, sample_positions
 from megatron.utils.errors import UserError
-from tools.rounding import assert_close_in_rounding
+from tools.tolerances import assert_close_in_rounding
 
 compiled = pytest.mark.skipif(cpu.describe_unavailable() is not None, reason=str(cpu.describe_unavailable()))
 

@@ -12,7 +12,7 @@ from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import AttentionDims
 from megatron.position.numerics import toeplitz
 from megatron.position.token_range import TokenRange
-from tools.rounding import assert_close_in_rounding
+from tools.tolerances import assert_close_in_rounding
 
 SHAPE = AttentionDims(2, 4, 8, 16, 16)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.attention.segments import build_segments
 from megatron.model.gpt import GPT
 from megatron.position import registry
-from tools.rounding import assert_close_in_rounding
+from tools.tolerances import assert_close_in_rounding
 
 LENGTH = 18
 LENGTHS = (18, 11, 14, 11, 1)

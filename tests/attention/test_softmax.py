@@ -13,7 +13,7 @@ from megatron.attention.backends.pytorch import ChunkedBackend, EagerBackend
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_logits, compute_weights
 from megatron.position.token_range import TokenRange
-from tools.rounding import assert_close_in_rounding
+from tools.tolerances import assert_close_in_rounding
 
 LENGTH = 14
 SINKS = torch.tensor([-0.5, 0.4, 2.0])

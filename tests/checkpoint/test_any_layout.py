@@ -20,7 +20,7 @@ from tiny_runs import records, tiny_config, train_with_processes, write_corpora
 from megatron.checkpoint import layout, manifest, tensor_files
 from megatron.config.schema import Config
 from megatron.training.train import train
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 MODEL = {
     "num_layers": 3, "num_attention_heads": 4, "activation": "swiglu", "train_iters": 4,

@@ -14,7 +14,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.schema import Config
 from megatron.training.train import train
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 MODEL = {
     "num_layers": 3, "score_processor": "cdape", "activation": "swiglu", "gradient_accumulation_steps": 2,

@@ -16,7 +16,7 @@ from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.config.schema import Config
 from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 FORMATS = Path(__file__).parent / "formats"
 ONE = FORMATS / "1" / "step_0000002"

@@ -16,7 +16,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import build_single_process_groups
 from megatron.training.train import train
 from megatron.utils.errors import RunError
-from tools.rounding import compute_tolerance
+from tools.tolerances import compute_tolerance
 
 
 @pytest.mark.parametrize(

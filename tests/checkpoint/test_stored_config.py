@@ -20,7 +20,7 @@ from megatron.options.model import get_ffn_hidden_size
 from megatron.training.train import train
 from megatron.utils.console import run_console
 from megatron.utils.errors import RunError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 FORMATS = Path(__file__).parent / "formats"
 ONE = FORMATS / "1" / "step_0000002"

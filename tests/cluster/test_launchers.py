@@ -14,7 +14,7 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.launch.local_launcher import train_on_this_machine
 from megatron.position.catalog import METHODS_VARIABLE
 from megatron.training.resolve_run import resolve_run
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 from .conftest import ROOT, until
 from .two_nodes import NAMES, TwoNodes, missing

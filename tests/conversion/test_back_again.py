@@ -28,7 +28,7 @@ from tools.export.cases import (
     list_temperature_cases,
     write_run,
 )
-from tools.rounding import assert_close_in_rounding, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, count_gpt_sums
 
 TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
 TOKENS = torch.arange(3 * LENGTH).reshape(3, LENGTH) * 7 % 257

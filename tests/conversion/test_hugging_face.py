@@ -27,7 +27,7 @@ from megatron.checkpoint.load_model import load_model
 from megatron.config.load import read_config
 from megatron.conversion.import_model import import_model
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import assert_close_in_rounding, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, count_gpt_sums
 
 TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
 ANGLES = 2 * LAYERS * 8

@@ -12,7 +12,7 @@ from megatron.checkpoint.load_model import load_model
 from megatron.config.yaml_files import dump_yaml
 from megatron.conversion.import_model import import_model
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import assert_close_in_rounding, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, count_gpt_sums
 
 TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)
 SHAPE = {

@@ -30,7 +30,7 @@ from megatron.conversion.hf_checkpoint import HF_FAMILIES
 from megatron.conversion.hf_config import HFConfigReader
 from megatron.conversion.import_model import import_model
 from tools.export.cases import write_run
-from tools.rounding import assert_close_in_rounding, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, count_gpt_sums
 
 LAYERS, LENGTH = 3, 96
 ANGLES = 2 * LAYERS * 16

@@ -13,7 +13,7 @@ from megatron.conversion.export_model import export_model
 from megatron.evaluation.forward_passes import decode_tokens
 from megatron.model.gpt import GPT
 from tools.export.cases import END, LAYERS, WIDTH, ExportCase, build_gpt, write_run
-from tools.rounding import assert_close_in_rounding, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY = 257
 TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from megatron.conversion.export_model import export_model
 from megatron.model.gpt import GPT
 from tools.export.cases import FAR, LAYERS, LENGTH, WIDTH, ExportCase, build_gpt, write_run
-from tools.rounding import assert_close_in_rounding, compute_tolerance, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, compute_tolerance, count_gpt_sums
 
 VOCABULARY = 257
 TERMS, SUMS = count_gpt_sums(WIDTH, LAYERS)

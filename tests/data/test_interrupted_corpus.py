@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from corpora import prepare
-from killed import die, killed
+from sigkill import die, killed
 
 from megatron.data.corpus import hub_dataset, writer
 from megatron.data.corpus.hub_dataset import HubDataset, UnfinishedError

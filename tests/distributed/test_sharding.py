@@ -11,7 +11,7 @@ from megatron.distributed.sharding import (
     ShardSpec,
     count_all_elements,
     get_shard_spec,
-    is_counted_on_this_rank,
+    is_owned_by_rank,
     mark_replica,
     shard_tensor,
     unshard_tensors,
@@ -59,6 +59,6 @@ def test_each_parameter_counts_once() -> None:
     part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
     mark_replica(copy)
     meshes = [Mesh(rank, ParallelSizes(tensor=2)) for rank in range(2)]
-    assert [is_counted_on_this_rank(part, mesh) for mesh in meshes] == [True, True]
-    assert [is_counted_on_this_rank(norm, mesh) for mesh in meshes] == [True, False]
-    assert [is_counted_on_this_rank(copy, mesh) for mesh in meshes] == [False, False]
+    assert [is_owned_by_rank(part, mesh) for mesh in meshes] == [True, True]
+    assert [is_owned_by_rank(norm, mesh) for mesh in meshes] == [True, False]
+    assert [is_owned_by_rank(copy, mesh) for mesh in meshes] == [False, False]

@@ -23,7 +23,7 @@ from megatron.model.gpt import GPT
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
 from megatron.reports.records import Record, read_records
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

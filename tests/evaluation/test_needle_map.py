@@ -30,7 +30,7 @@ from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.plots import render_plots_png
 from megatron.reports.records import Record
 from megatron.utils.errors import UserError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 from .conftest import TRAIN_LENGTH, loaded, tiny_gpt
 

@@ -14,7 +14,7 @@ from megatron.evaluation.perplexity import compute_window_losses
 from megatron.evaluation.protocols import choose_default_targets
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 from .conftest import BYTES, VOCABULARY, RunningMean, loaded, scored, tiny_gpt
 

@@ -33,7 +33,7 @@ from megatron.reports import plots, records
 from megatron.reports.comparison_table import ComparisonTable
 from megatron.reports.records import Record
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 from .conftest import scored
 

@@ -22,7 +22,7 @@ from tiny_runs import losses, records, tiny_config, train_with_processes
 from megatron.evaluation.run import evaluate_runs
 from megatron.options.evaluation import EvaluationOptions
 from megatron.training.train import train
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 GOLDEN = Path(__file__).with_name("golden.json")
 # Forward passes differ by float32 rounding. Adam's first steps normalize gradients, so an element whose true gradient

@@ -6,7 +6,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from kept import Peak
+from memory_measurement import Peak
 from models import build_model
 from position_methods import MAPPED, build, inputs_of, random_qkv
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +38,7 @@ from megatron.position.registry import (
 )
 from megatron.position.token_range import TokenRange, sample_positions
 from megatron.utils.errors import UserError
-from tools.rounding import assert_within_rounding
+from tools.tolerances import assert_within_rounding
 
 SHAPE = AttentionDims(num_heads=3, head_dim=16, hidden_size=48, train_length=16, max_length=16)
 SUPPORTED = [

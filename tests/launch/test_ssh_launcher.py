@@ -21,7 +21,7 @@ from megatron.launch.ssh_launcher import Host
 from megatron.position.catalog import METHODS_VARIABLE
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDING = compute_tolerance(*count_gpt_sums(32, layers=2))

@@ -10,7 +10,7 @@ from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.position import registry
 from megatron.utils.errors import UserError
-from tools.rounding import assert_close_in_rounding, compute_tolerance
+from tools.tolerances import assert_close_in_rounding, compute_tolerance
 
 LENGTH = 26
 DIFFERENT = 100 * compute_tolerance(TERMS, SUMS)

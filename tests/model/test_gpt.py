@@ -14,7 +14,7 @@ from megatron.options.model import ModelOptions, get_padded_vocab_size
 from megatron.options.position import PositionOptions
 from megatron.utils.errors import UserError
 from tools.bench.plain_gpt import PlainGPT
-from tools.rounding import assert_close_in_rounding, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY = 61
 TERMS, SUMS = count_gpt_sums(24, layers=2)

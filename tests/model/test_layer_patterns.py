@@ -11,7 +11,7 @@ from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.utils.errors import UserError
-from tools.rounding import assert_close_in_rounding, compute_tolerance, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, compute_tolerance, count_gpt_sums
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 40, 32, 4, 4, 22
 TERMS, SUMS = count_gpt_sums(WIDTH, layers=LAYERS)

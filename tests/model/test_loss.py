@@ -10,7 +10,7 @@ from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions, compute_loss_chunk_length
 from megatron.options.position import PositionOptions
-from tools.rounding import assert_close_in_rounding, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY, LENGTH, WIDTH = 300, 40, 16
 TERMS, SUMS = count_gpt_sums(WIDTH, layers=1)

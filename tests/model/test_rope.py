@@ -20,7 +20,7 @@ from megatron.options.position import PositionOptions
 from megatron.position.encodings.rotary import Rotary
 from megatron.position.facts import AttentionDims
 from megatron.utils.errors import UserError
-from tools.rounding import assert_close_in_rounding
+from tools.tolerances import assert_close_in_rounding
 
 TRAINED, LENGTH = 10, 26
 ROPES = ["pi:4", "ntk:4", "dynamic", "dynamic:3", "yarn:4", "yarn:8,beta_fast=16,beta_slow=2,attention_factor=1.2"]

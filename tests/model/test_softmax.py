@@ -17,7 +17,7 @@ from megatron.model.parameter_groups import build_parameter_groups, find_model_p
 from megatron.options.model import ModelOptions
 from megatron.options.position import SOFTMAX_TYPES, PositionOptions
 from megatron.utils.errors import UserError
-from tools.rounding import assert_close_in_rounding
+from tools.tolerances import assert_close_in_rounding
 
 LENGTH, EOD = 26, 39
 OTHERS = [name for name in SOFTMAX_TYPES if name != "vanilla"]

@@ -15,7 +15,7 @@ from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.position import registry
 from megatron.utils.errors import UserError
-from tools.rounding import assert_close_in_rounding
+from tools.tolerances import assert_close_in_rounding
 
 LENGTH, EOD = 26, 39
 OPTIONS: dict[str, dict[str, Any]] = {

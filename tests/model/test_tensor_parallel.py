@@ -10,7 +10,7 @@ from position_methods import COVERING
 from tensor_parallel_cases import gradients
 
 from megatron.distributed.process_groups import build_single_process_groups
-from tools.rounding import assert_close_in_rounding, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, count_gpt_sums
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SWIGLU = {"activation": "swiglu", "no_weight_tying": True, "gpt_j_residual": True}

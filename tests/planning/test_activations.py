@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kept import Peak, kept_by_autograd
+from memory_measurement import Peak, kept_by_autograd
 from models import build_model
 from tiny_runs import tiny_config
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kept import Peak
+from memory_measurement import Peak
 from rich.console import Console
 from tiny_runs import tiny_config
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kept import Peak
+from memory_measurement import Peak
 from torch import nn
 
 from megatron.attention.inputs import AttentionInputs

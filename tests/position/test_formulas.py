@@ -11,7 +11,7 @@ from megatron.position import registry
 from megatron.position.encodings.alibi import compute_slopes
 from megatron.position.facts import AttentionDims
 from megatron.position.token_range import ALL_HEADS, TokenRange
-from tools.rounding import assert_close_in_rounding
+from tools.tolerances import assert_close_in_rounding
 
 N = 300
 n = np.arange(N, dtype=np.float64)

@@ -27,7 +27,7 @@ from megatron.position import registry
 from megatron.position.facts import AttentionDims
 from megatron.position.processors.cdape import Cdape
 from megatron.position.token_range import ALL_HEADS, SampledPositions, TokenRange, sample_positions
-from tools.rounding import SAFETY_FACTOR, assert_close_in_rounding, assert_within_rounding, compute_error_ratio
+from tools.tolerances import SAFETY_FACTOR, assert_close_in_rounding, assert_within_rounding, compute_error_ratio
 
 # CDAPE's second convolution has the longest sum for these shapes. At most five sums follow each other: rotated keys,
 # scores, two convolutions, values. Values and scores are of order one.

@@ -190,7 +190,7 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
     of_rows = (rows, shape.position) if shape.starts is None else (columns, 0)
     product = get_bias_product(weight_shape, *of_rows, shape.window, shape.dtype)
     bias = draw(heads, columns)
-    contributions = product.compute(product.build_neighbourhoods(bias[None]), packed)
+    contributions = product.compute(product.build_neighborhoods(bias[None]), packed)
     edge_start = columns + shape.padding
     return Call(
         shape,

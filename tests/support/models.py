@@ -12,11 +12,11 @@ from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.position.processor import Processor
-from tools.rounding import assert_close_in_rounding, count_gpt_sums
+from tools.tolerances import assert_close_in_rounding, count_gpt_sums
 
 VOCABULARY = 40
 TERMS, SUMS = count_gpt_sums(24, layers=2)
-"""Rounding parameters of `small_gpt`, for `tools.rounding`."""
+"""Rounding parameters of `small_gpt`, for `tools.tolerances`."""
 
 
 def build_model(*args: Any, **choices: Any) -> GPT:

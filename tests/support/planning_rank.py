@@ -23,7 +23,7 @@ SMALL = dict.fromkeys(
 def main() -> None:
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 
-    from kept import reached
+    from memory_measurement import reached
     from tiny_runs import VOCABULARY, tiny_config
 
     from megatron.distributed.launcher_environment import RankInfo

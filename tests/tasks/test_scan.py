@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.data.tasks import task_config
-from megatron.data.tasks.catalogue.scan import derive_commands, list_commands
+from megatron.data.tasks.catalog.scan import derive_commands, list_commands
 
 WORDS = ["·", "walk", "look", "run", "jump", "turn", "left", "right"]
 WORDS += ["opposite", "around", "twice", "thrice", "and", "after"]

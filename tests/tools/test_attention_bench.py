@@ -16,7 +16,7 @@ from tools.bench import error_gate
 from tools.bench.attention_peers import Attention, AttentionProblem, build_peers
 from tools.bench.error_gate import RESULT_PARTS, check_peers
 from tools.bench.timing import Timing, compute_quartiles, measure_memory_growth
-from tools.rounding import compute_tolerance
+from tools.tolerances import compute_tolerance
 
 Run = Callable[..., int | str | None]
 TINY = ("--device", "cpu", "--batch", "1", "--heads", "2", "--dim", "8", "--width", "4", "--rounds", "2")

@@ -17,7 +17,7 @@ REPLACEMENTS = {
     '"checkpoint_factor": 300,': '"checkpoint_factor": 20,',
     "text[:6144]": "text[:2048]",
     "score(text, 512)": "score(text[:2048], 512)",
-    # Drawing all pictures takes most of a notebook's time; tests/analysis/test_run.py draws them.
+    # Drawing all pictures takes most of a notebook's time; tests/evaluation/analysis/test_run.py draws them.
     "lengths=[64, 128], windows=1": 'lengths=[64, 128], windows=1, only=["attention_entropy", "kernels"]',
 }
 

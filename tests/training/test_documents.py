@@ -19,7 +19,7 @@ from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.records import read_records
 from megatron.training.train import train
 from megatron.utils.errors import UserError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 END = 60
 """End-of-document token of the corpus."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from masters import masters
+from master_weights import masters
 from models import build_model
 from position_methods import SHAPE
 from tiny_runs import VOCABULARY, tiny_config
@@ -25,7 +25,7 @@ from megatron.position.bounded_parameter import BoundedParameter
 from megatron.training.engine import Engine, build_deepspeed_config
 from megatron.training.pipeline import ALLOCATES_ON_RECEIPT, BufferedStage, count_in_flight
 from megatron.training.projected_optimizers import ProjectedAdamW
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 STAGES = (0, 1, 2, 3)
 BOUNDED = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from masters import masters
+from emulated_graphs import Rerun
+from master_weights import masters
 from models import build_model
-from rerun import Rerun
 from tiny_runs import VOCABULARY, tiny_config
 from torch import nn
 

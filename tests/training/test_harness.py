@@ -16,7 +16,7 @@ from megatron.training.check_start import TrainingMachines, check_start
 from megatron.training.resolve_run import resolve_run
 from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
 from megatron.evaluation.harness_tasks import evaluate_tasks

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from masters import masters
+from master_weights import masters
 from models import build_model
 from safetensors.torch import load_file
 from tiny_runs import VOCABULARY, records, same_weights, tiny_config, train_with_processes, write_corpora
@@ -28,7 +28,7 @@ from megatron.training.engine import Engine
 from megatron.training.projected_optimizers import COEFFICIENTS, ProjectedLion, list_matrix_shards, orthogonalize
 from megatron.training.train import train
 from megatron.utils.errors import UserError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 GROUPED: dict[str, Any] = {
     "num_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2, "activation": "swiglu", "score_processor": "cdape",

@@ -12,7 +12,7 @@ from megatron.options.training import OptimizerChoice, OptimizerOptions, Optimiz
 from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_uniform
 from megatron.training.optimizer import build_optimizer
 from megatron.training.projected_optimizers import ProjectedAdamW
-from tools.rounding import compute_tolerance
+from tools.tolerances import compute_tolerance
 
 OPTIONS = OptimizerOptions(optimizer=OptimizerChoice(params=OptimizerParams(lr=0.05, betas=[0.8, 0.9])))
 

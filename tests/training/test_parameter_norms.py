@@ -12,7 +12,7 @@ from megatron.checkpoint import layout
 from megatron.training.optimizer import TOTAL
 from megatron.training.train import train
 from megatron.utils.errors import RunError
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 STEPS = 2
 METHOD = {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"kernel_size": 3}}

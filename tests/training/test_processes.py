@@ -11,7 +11,7 @@ from tiny_runs import losses, records, same_weights, tiny_config, train_with_pro
 from megatron.checkpoint import layout
 from megatron.checkpoint.run_folder import RunLock
 from megatron.training.train import train
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 # Adam amplifies rounding only in parameters that do not affect the loss.
 ROUNDING = compute_tolerance(*count_gpt_sums(32, layers=2))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from killed import die, killed
+from sigkill import die, killed
 
 from megatron.utils import atomic_directory as directories
 from megatron.utils.atomic_directory import (

@@ -21,7 +21,7 @@ from tools.bench.attention_peers import (
     AttentionProblem,
     build_exact_attention,
 )
-from tools.rounding import SAFETY_FACTOR, compute_size_ratio, estimate_rounding_sizes
+from tools.tolerances import SAFETY_FACTOR, compute_size_ratio, estimate_rounding_sizes
 
 RESULT_PARTS = {"output, dq, dk, dv": slice(0, 4), "the parameters' gradients": slice(4, None)}
 """Groups of results in a record. Sums over all scores have larger rounding errors than rows."""

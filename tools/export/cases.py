@@ -23,7 +23,7 @@ from megatron.distributed.process_groups import build_single_process_groups
 from megatron.model.build import build_model
 from megatron.model.gpt import GPT
 from megatron.position.registry import list_encodings, list_processors, list_temperatures
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 LENGTH, FAR = 16, 64
 """Training length in tokens, and four times this length."""
@@ -149,11 +149,11 @@ def list_architecture_cases() -> Iterator[ExportCase]:
     llama = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "no_weight_tying": True, **without_bias}
     yield ExportCase("as Llama", {**llama, "num_kv_heads": 1})
     yield ExportCase("as Qwen2", {**llama, "use_bias_in_qkv": True})
-    normalised = {"use_qk_layernorm": True, "num_kv_heads": 1, "head_dim": 12}
-    yield ExportCase("queries and keys normalised", {**with_cdape, **normalised, "attn_logit_softcapping": 1.5})
+    normalized = {"use_qk_layernorm": True, "num_kv_heads": 1, "head_dim": 12}
+    yield ExportCase("queries and keys normalized", {**with_cdape, **normalized, "attn_logit_softcapping": 1.5})
     over_heads = {"use_qk_layernorm": True, "qk_norm": "rmsnorm", "qk_layernorm_over_heads": True}
     yield ExportCase(
-        "normalised over heads, norms after", {"pos_emb": "rotary", **over_heads, "norm_placement": "post"}
+        "normalized over heads, norms after", {"pos_emb": "rotary", **over_heads, "norm_placement": "post"}
     )
     gemma = {
         **llama, "norm_placement": "sandwich", "activation": "geglu_tanh", "attn_logit_softcapping": 1.5,

@@ -123,7 +123,7 @@ def main() -> None:
     if not python.exists():
         parser.error(f"{arguments.environment}: {python.relative_to(Path.cwd())} not found; run: make test-newest")
 
-    from tools.rounding import compute_tolerance, count_gpt_sums
+    from tools.tolerances import compute_tolerance, count_gpt_sums
 
     commit = describe_commit()
     versions = list_versions(python)

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.distributed.mesh import ParallelSizes
-from tools.rounding import compute_tolerance, count_gpt_sums
+from tools.tolerances import compute_tolerance, count_gpt_sums
 
 STEPS = 5
 LENGTH, WIDTH, LAYERS, HEADS, VOCABULARY = 32, 32, 4, 4, 61
@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "rotary, randomized": {"pos_emb": "rotary", "randomized_positions": 80},
     "kerple_log, untied": {"pos_emb": "kerple_log", "no_weight_tying": True, "activation": "swiglu"},
     "cdape(rotary), grouped": {"pos_emb": "rotary", "score_processor": "cdape", **GROUPED},
-    "rotary, normalised, capped, z-loss": {
+    "rotary, normalized, capped, z-loss": {
         "pos_emb": "rotary",
         "use_qk_layernorm": True,
         "qk_norm": "rmsnorm",

@@ -20,7 +20,7 @@ from megatron.attention.backends.backend import (
     find_unsupported_feature,
     warn_fallback,
 )
-from megatron.attention.inputs import AttentionInputs, pad_values
+from megatron.attention.inputs import AttentionInputs, with_padded_values
 from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.numerics import soft_cap
@@ -56,7 +56,7 @@ class FlexBackend:
             return "its gradient of the bias is not deterministic (deterministic: true)"
         return None
 
-    @pad_values
+    @with_padded_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         reason = self.explain_fallback(inputs)
         if reason is not None:

@@ -18,7 +18,7 @@ from megatron.attention.backends.backend import (
     find_unsupported_feature,
     warn_fallback,
 )
-from megatron.attention.inputs import AttentionInputs, pad_values
+from megatron.attention.inputs import AttentionInputs, with_padded_values
 from megatron.attention.reference import compute_table
 from megatron.kernels.cdape_attention import cpu
 from megatron.kernels.cdape_attention.args import CdapeArgs
@@ -148,7 +148,7 @@ class NativeBackend:
             return reason
         return describe_unsupported_processor(formula.processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
 
-    @pad_values
+    @with_padded_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         reason = _explain_fallback(inputs)
         if reason is not None:

@@ -18,7 +18,7 @@ from megatron.attention.backends.backend import (
     AttentionFormula,
     find_unsupported_feature,
 )
-from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks, with_padded_values
 from megatron.attention.reference import (
     add_row_terms,
     compute_attention,
@@ -175,7 +175,7 @@ class SdpaBackend:
         inputs = AttentionInputs(q, k, k, query, key, encoding, document_starts=document_starts, window=window)
         return [_build_additive_mask(block) for block in iter_row_blocks(inputs, MASKED_ROWS)]
 
-    @pad_values
+    @with_padded_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         unbounded = inputs.window is None or inputs.window >= inputs.query.stop - inputs.key.start
         unbounded = unbounded and inputs.document_starts is None and inputs.key_mask is None

@@ -40,7 +40,7 @@ from megatron.attention.backends.fused_processor import (
     run_gated_processor_kernel,
     run_processor_kernel,
 )
-from megatron.attention.inputs import AttentionInputs, iter_row_blocks, pad_values
+from megatron.attention.inputs import AttentionInputs, iter_row_blocks, with_padded_values
 from megatron.attention.reference import compute_table, compute_visible_mask, sum_gates
 from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.position.base import ConvolutionParameters, FireParameters
@@ -161,7 +161,7 @@ class TritonBackend:
             residual_bias=convolutions[0].residual_bias,  # type: ignore[union-attr]
         )
 
-    @pad_values
+    @with_padded_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
         table = table or ScoreTerms()

@@ -1,6 +1,6 @@
 """Tasks by name and options, and the task of a configuration with its input lengths.
 
-Each file of `catalogue/` defines a task; adding a file adds a task.
+Each file of `catalog/` defines a task; adding a file adds a task.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from megatron.utils.formatting import format_choices
 
 
 def list_tasks() -> list[str]:
-    folder = Path(__file__).parent / "catalogue"
+    folder = Path(__file__).parent / "catalog"
     return sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
 
 
@@ -32,7 +32,7 @@ def load_task_class(name: str) -> type[Task]:
     """
     if name not in list_tasks():
         raise UserError(f"unknown task {name}; {format_choices(name, list_tasks())}", "task")
-    module = importlib.import_module(f"megatron.data.tasks.catalogue.{name}")
+    module = importlib.import_module(f"megatron.data.tasks.catalog.{name}")
     (task_class,) = (
         value
         for value in vars(module).values()

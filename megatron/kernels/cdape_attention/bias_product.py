@@ -39,7 +39,7 @@ class BiasProduct:
         """Number of elements of one layer's bias contributions."""
         return (self.shape.padding * (1 + self.rows) + self.count) * self.shape.width
 
-    def build_neighbourhoods(self, bias: Tensor | None) -> Tensor | None:
+    def build_neighborhoods(self, bias: Tensor | None) -> Tensor | None:
         """Return the values of a bias [L, H, N or more] that Conv1's taps read at each distance, [L, p + N, H·k]."""
         if bias is None:
             return None
@@ -48,18 +48,18 @@ class BiasProduct:
         padded = F.pad(table, (size - 1, padding + self.count - self.reach))
         return padded.unfold(2, size, 1).transpose(1, 2).flatten(2)
 
-    def compute(self, neighbourhoods: Tensor | None, weights: PackedWeights) -> Tensor:
+    def compute(self, neighborhoods: Tensor | None, weights: PackedWeights) -> Tensor:
         """Return the bias contributions [L, p + N + R·p, D], like `compute_bias_contributions`.
 
         Args:
-            neighbourhoods: from `build_neighbourhoods`.
+            neighborhoods: from `build_neighborhoods`.
             weights: packed weights of all layers.
         """
         width, padding = self.shape.width, self.shape.padding
         constants = weights.constants[:, None]
-        if neighbourhoods is None:
+        if neighborhoods is None:
             return constants[..., :width].expand(-1, padding + self.count + self.rows * padding, -1).contiguous()
-        product = torch.baddbmm(constants, neighbourhoods, weights.bias_weight)
+        product = torch.baddbmm(constants, neighborhoods, weights.bias_weight)
         at_edge = [self._select_edge(product, column) for column in range(padding)]
         if padding > 1:
             at_edge = [torch.stack(at_edge, dim=2).flatten(1, 2)]
@@ -127,18 +127,16 @@ class BiasProduct:
         """
         layers, shape = len(gradient), self.shape
         constant = gradient.view(layers, -1, shape.width).sum(1, dtype=torch.float64)
-        neighbourhoods = self.build_neighbourhoods(bias)  # computed again, which is faster than storing them
-        if neighbourhoods is None or bias is None:
+        neighborhoods = self.build_neighborhoods(bias)  # computed again, which is faster than storing them
+        if neighborhoods is None or bias is None:
             return gradient.new_empty(layers, 0), constant
-        dweight = neighbourhoods.mT @ gradient[:, : neighbourhoods.shape[1]]
-        dneighbourhoods = gradient @ bias_weight.mT
+        dweight = neighborhoods.mT @ gradient[:, : neighborhoods.shape[1]]
+        dneighborhoods = gradient @ bias_weight.mT
         # Entry a of the table was tap k − 1 − s of row a + s for each s: a diagonal over rows and taps.
         heads, size = shape.heads, shape.kernel_size
         stride = heads * size
-        layer = dneighbourhoods.stride(0)
-        uses = dneighbourhoods.as_strided(
-            (layers, self.reach, heads, size), (layer, stride, size, stride - 1), size - 1
-        )
+        layer = dneighborhoods.stride(0)
+        uses = dneighborhoods.as_strided((layers, self.reach, heads, size), (layer, stride, size, stride - 1), size - 1)
         dtable = uses.sum(-1)
         if self.dtype == torch.float16:
             limit = torch.finfo(self.dtype).max

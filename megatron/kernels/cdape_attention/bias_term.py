@@ -44,7 +44,7 @@ def repeat_bias(b1: Tensor, count: int) -> Tensor:
     return b1.double().expand(count, -1).to(b1.dtype)
 
 
-def unfold_neighbourhoods(table: Tensor, kernel_size: int) -> Tensor:
+def unfold_neighborhoods(table: Tensor, kernel_size: int) -> Tensor:
     """Return the values of a table [H, N] that Conv1's taps read at distances −p − 1 … N − 1: [p + N + 1, H, k].
 
     Values outside the table are zero. The last tap comes first: it is furthest right, at the smallest distance.
@@ -52,19 +52,19 @@ def unfold_neighbourhoods(table: Tensor, kernel_size: int) -> Tensor:
     return F.pad(table, (kernel_size, kernel_size // 2)).unfold(1, kernel_size, 1).transpose(0, 1).contiguous()
 
 
-def multiply_neighbourhoods(neighbourhoods: Tensor, weight: Tensor) -> Tensor:
+def multiply_neighborhoods(neighborhoods: Tensor, weight: Tensor) -> Tensor:
     """Sum over heads and taps: [·, H, k] times a weight [D, H, k] gives [·, D].
 
     A matrix product is deterministic on every device, unlike a convolution's backward pass.
     """
-    return neighbourhoods.flatten(1) @ weight.flatten(1).T
+    return neighborhoods.flatten(1) @ weight.flatten(1).T
 
 
-def compute_left_edge_contributions(neighbourhoods: Tensor, weight: Tensor, rows: int, offset: int) -> list[Tensor]:
+def compute_left_edge_contributions(neighborhoods: Tensor, weight: Tensor, rows: int, offset: int) -> list[Tensor]:
     """Return the bias half of Conv1 for each column j < p at rows offset …, without taps left of column 0: [R, D].
 
     Args:
-        neighbourhoods: from `unfold_neighbourhoods`, with N = offset + R.
+        neighborhoods: from `unfold_neighborhoods`, with N = offset + R.
         weight: bias half of Conv1 [D, H, k], its last tap first.
     """
     padding = weight.shape[-1] // 2
@@ -72,7 +72,7 @@ def compute_left_edge_contributions(neighbourhoods: Tensor, weight: Tensor, rows
     for column in range(padding):
         first = offset + padding + 1 - column
         visible_taps = F.pad(weight[:, :, : padding + column + 1], (0, padding - column))
-        columns.append(multiply_neighbourhoods(neighbourhoods[first : first + rows], visible_taps))
+        columns.append(multiply_neighborhoods(neighborhoods[first : first + rows], visible_taps))
     return columns
 
 
@@ -95,10 +95,10 @@ def compute_bias_contributions(
         return constant
     table = build_visible_table(bias, count, window, dtype)
     weight = promote_to_float32(w1[:, bias.shape[0] :, 0]).to(table.dtype).flip(-1)
-    neighbourhoods = unfold_neighbourhoods(table, weight.shape[-1])
-    contributions = [multiply_neighbourhoods(neighbourhoods[1:], weight)]
+    neighborhoods = unfold_neighborhoods(table, weight.shape[-1])
+    contributions = [multiply_neighborhoods(neighborhoods[1:], weight)]
     if padding:
         contributions.append(
-            torch.stack(compute_left_edge_contributions(neighbourhoods, weight, rows, offset), dim=1).flatten(0, 1)
+            torch.stack(compute_left_edge_contributions(neighborhoods, weight, rows, offset), dim=1).flatten(0, 1)
         )
     return torch.cat(contributions) + constant

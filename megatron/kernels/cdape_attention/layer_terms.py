@@ -68,7 +68,7 @@ def compute_terms(
 ) -> tuple[Tensor, PackedWeights]:
     """Return the bias contributions [L, p + N + R·p, D] and the packed weights for biases [L, H, N] or None."""
     packed = pack_weights(product.shape, weights, product.dtype)
-    return product.compute(product.build_neighbourhoods(biases), packed), packed
+    return product.compute(product.build_neighborhoods(biases), packed), packed
 
 
 def differentiate_terms(

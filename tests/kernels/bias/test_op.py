@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.kernels.bias import toeplitz
 from megatron.kernels.bias.fire import fire_bias
 from megatron.kernels.bias.toeplitz import toeplitz_bias
-from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
+from tools.tolerances import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
 FIRE = ("c", "multiplier", "weight1", "bias1", "weight2", "bias2")
 

@@ -21,7 +21,7 @@ from megatron.kernels.biased_attention.backward_dkdv import count_rows
 from megatron.kernels.biased_attention.op import biased_attention, biased_attention_with_lse
 from megatron.kernels.biased_attention.tables import MARGIN, arrange_tables, select_table_heads, share_table
 from megatron.kernels.runtime import get_arch, launch_context
-from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
+from tools.tolerances import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias", "dweight", "dkey_bias", "dsinks")
 Values = dict[str, Tensor]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels import jit_build
 from megatron.kernels.cdape_attention import cpu
-from tools.rounding import assert_within_rounding
+from tools.tolerances import assert_within_rounding
 
 cdape_attention = takes_fields(cpu.cdape_attention)
 pytestmark = pytest.mark.skipif(cpu.describe_unavailable() is not None, reason=str(cpu.describe_unavailable()))

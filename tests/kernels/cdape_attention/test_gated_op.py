@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_emulator import Emulator, find_compiler
-from kept import Peak
 from kernel_references import cdape_attention
+from memory_measurement import Peak
 from mixer_emulation import CASES, NO_ERRORS, AllMemory, plant_fault
 from mixer_emulation import Case as Geometry
 from torch import Tensor
@@ -33,7 +33,7 @@ from megatron.planning.row_block_memory import AttentionShape
 from megatron.position.facts import AttentionDims
 from megatron.position.registry import build_encoding, build_processor
 from megatron.position.token_range import TokenRange
-from tools.rounding import assert_within_rounding
+from tools.tolerances import assert_within_rounding
 
 NAMES = ("output", "q", "k", "v", "row_bias", "key_bias", "w1", "b1", "w2", "b2", "sinks")
 HAS_GPU = torch.cuda.is_available()

@@ -13,7 +13,7 @@ from megatron.kernels.cdape_attention import mixer, mixer_chunks, op
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.geometry import FOLDER, HEADS, KernelFamily, MixerKernel, pad_sizes
 from megatron.kernels.cuda.compile import CudaKernel
-from tools.rounding import assert_within_rounding
+from tools.tolerances import assert_within_rounding
 
 COMPILED = LOCAL_CASES[1]
 DIM, DTYPE = COMPILED.dim, COMPILED.dtype

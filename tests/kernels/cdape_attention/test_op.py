@@ -29,7 +29,7 @@ from triton.runtime.interpreter import interpreter_builder
 
 from megatron.kernels.cdape_attention import head_products, op, triton_mixer
 from megatron.kernels.runtime import is_interpreted
-from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
+from tools.tolerances import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
 TINY = Case(1, 2, 5, 5, 4, 3, 3)
 

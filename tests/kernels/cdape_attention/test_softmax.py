@@ -18,7 +18,7 @@ from megatron.kernels.cdape_attention.head_products import launch_softmax
 from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
 from megatron.kernels.cdape_attention.triton_mixer import ChunkMaps, compute_scores, softmax_backward
 from megatron.kernels.runtime import launch_context
-from tools.rounding import assert_within_rounding
+from tools.tolerances import assert_within_rounding
 
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
 

@@ -1,6 +1,6 @@
 """Word problem of A₅, the group of even permutations of five elements."""
 
-from megatron.data.tasks.catalogue.s5_word_problem import S5WordProblem
+from megatron.data.tasks.catalog.s5_word_problem import S5WordProblem
 
 
 class A5WordProblem(S5WordProblem):

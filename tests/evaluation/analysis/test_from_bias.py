@@ -209,7 +209,7 @@ def test_documented_values_of_sandwich_match() -> None:
     """The table in docs/analysis.md contains Sandwich's bias at 10⁴, 10⁵ and 10⁶ keys for the first, sixth and last of
     12 heads.
     """
-    page = (Path(__file__).parents[2] / "docs" / "analysis.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "analysis.md").read_text(encoding="utf-8")
     rows = re.findall(r"^ *\| ([\d.]+) \(\w+\) \| (−[\d.]+), (−[\d.]+), (−[\d.]+) \|", page, re.MULTILINE)
     far = torch.tensor([10**4, 10**5, 10**6], dtype=torch.float64)
     bias = to_float64(encoding_of("sandwich", heads=12)).table(far).bias

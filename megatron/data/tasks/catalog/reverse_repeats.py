@@ -1,6 +1,6 @@
 """Reversal of repetitive strings."""
 
-from megatron.data.tasks.catalogue.copy_repeats import CopyRepeats
+from megatron.data.tasks.catalog.copy_repeats import CopyRepeats
 from megatron.data.tasks.task import Array
 
 

@@ -33,7 +33,7 @@ from megatron.reports.html_page import HtmlPicture
 from megatron.utils.atomic_io import FolderLock
 from megatron.utils.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 KERPLE = {"pos_emb": "kerple_log", "pos_emb_per_layer": True}
 CDAPE = {**KERPLE, "score_processor": "cdape", "score_processor_options": {"width": 4}}
 LENGTHS = [16, 96]
