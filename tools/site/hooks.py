@@ -130,6 +130,11 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     return output.replace(REPOSITORY_FACTS, "")
 
 
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Load no facts of the repository in the page for errors, which no file of docs/ has."""
+    return output_content.replace(REPOSITORY_FACTS, "")
+
+
 def on_post_build(config: MkDocsConfig) -> None:
     """Reject pages that load anything from the network, because the site must work from a local disk.
 
