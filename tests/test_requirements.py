@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -76,6 +77,19 @@ def test_images_install_only_pinned_versions() -> None:
         assert name in exact, name
         asked += [each for each in further if each.marker is None or each.marker.evaluate({"extra": ""})]
     assert len(seen) > 100
+
+
+def test_uv_does_not_replace_the_pinned_versions(tmp_path: Path) -> None:
+    """uv would resolve a project that it manages by itself, without constraints.txt."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    assert tomllib.loads((tmp_path / "pyproject.toml").read_text())["tool"]["uv"] == {"managed": False}
+    if (uv := shutil.which("uv")) is None:
+        return
+    for command in ("sync", "lock"):
+        done = subprocess.run([uv, command, "--offline"], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "The project is marked as unmanaged" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["pyproject.toml"]
 
 
 def test_other_versions_are_installed_for_every_requirement() -> None:

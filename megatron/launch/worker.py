@@ -7,6 +7,7 @@ configuration in the job's folder. Failures are written there as a small JSON fi
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -102,9 +103,12 @@ def _freeze_imports() -> None:
 
     DeepSpeed runs it for every engine, which would take a third of a second.
 
-    Called once per process: a second training must be able to collect the objects of the first.
+    Called once per process: a second training must be able to collect the objects of the first. Triton 3.9 is built
+    with nanobind, which prints objects that are not collected when the process ends, so they are unfrozen before.
     """
     gc.freeze()
+    if (triton := sys.modules.get("triton._C.libtriton")) and type(triton.ir.builder).__module__ == "nanobind":
+        atexit.register(gc.unfreeze)
 
 
 def main(arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ from megatron.reports.records import read_records
 from tools.site import api_pages, key_pages, method_pages, search_order
 from tools.site.formulas import METHOD_FORMULAS, Formula, convert_formulas
 from tools.site.generated_pages import RESULTS, GeneratedPages, build_link_rewriter
-from tools.site.links import LinkRewriter, list_loaded_urls
+from tools.site.links import REPOSITORY_FACTS, LinkRewriter, list_loaded_urls
 from tools.site.markdown import escape, link_docs
 from tools.site.method_results import RECORD
 from tools.site.source_pages import render_source_page
@@ -198,11 +198,13 @@ def test_code_is_no_link() -> None:
         ('<link rel=preconnect href="https://example.org">', ["https://example.org"]),
         ("<style>@import 'https://example.org/a.css'; b {src: url(https://example.org/b.woff)}</style>",
          ["https://example.org/a.css", "https://example.org/b.woff"]),
+        ('<a href="https://github.com/a/b" data-md-component="source">', ["https://github.com/a/b"]),
         ('<img srcset="a.png 1x, https://example.org/b.png 2x"><link rel="manifest" href="//example.org/m.json">',
          ["https://example.org/b.png", "//example.org/m.json"]),
         ('<svg><image href="https://example.org/a.svg"/><use xlink:href="https://example.org/b.svg#b"/></svg>',
          ["https://example.org/a.svg", "https://example.org/b.svg#b"]),
         ('<script src="../assets/iframe-worker.js"></script><img src="images/a.png"><a href="a.md">', []),
+        ('<a href="https://github.com/a/b" data-md-component="source">'.replace(REPOSITORY_FACTS, ""), []),
         ('<a href="https://arxiv.org/abs/2205.09921">x</a><link rel="canonical" href="https://example.org/">', []),
         ('<svg xmlns="http://www.w3.org/2000/svg"><use href="#a"/></svg>', []),
     ],

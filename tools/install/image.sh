@@ -19,8 +19,9 @@ for step in "$@"; do
     case $step in
         # NCCL loads libibverbs from the image, and uses TCP between nodes without it.
         system) install_debian git g++ make ninja-build libibverbs1 ibverbs-providers rdma-core ;;
-        # requirements.txt takes any build of its torch: the one that is there stays.
-        cpu-torch) install_python --index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' requirements.txt)" ;;
+        # pip prefers 2.13.0+cpu of this index to PyPI's 2.13.0, and the step `packages` keeps it.
+        cpu-torch) install_python --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt \
+            "$(grep '^torch==' requirements.txt)" ;;
         packages) install_python -c constraints.txt -r requirements.txt ;;
         test-packages) install_python -c constraints.txt -r requirements-dev.txt ;;
         slurm) install_debian slurmctld slurmd slurm-client munge ;;

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT)]
 from tools.site import key_pages, method_pages, search_order, source_pages  # noqa: E402
 from tools.site.formulas import convert_formulas  # noqa: E402
 from tools.site.generated_pages import GeneratedPages, build_link_rewriter  # noqa: E402
-from tools.site.links import LOADED_BY_STYLES, LinkRewriter, list_loaded_urls  # noqa: E402
+from tools.site.links import LOADED_BY_STYLES, REPOSITORY_FACTS, LinkRewriter, list_loaded_urls  # noqa: E402
 
 
 @dataclass
@@ -119,6 +119,20 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
     source = build.generated.sources.get(path, f"docs/{path}")
     page.edit_url = f"{build.edit_url}/{source}" if build.edit_url and (ROOT / source).is_file() else None
     return context
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Load no facts of the repository, and give the first page a title of its own beside the site's name."""
+    if page.file.src_uri == "index.md":
+        output = output.replace(
+            f"<title>{page.title} - {config.site_name}<", f"<title>{config.site_name}: {config.site_description}<"
+        )
+    return output.replace(REPOSITORY_FACTS, "")
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Load no facts of the repository in the page for errors, which no file of docs/ has."""
+    return output_content.replace(REPOSITORY_FACTS, "")
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -29,6 +29,8 @@ ON_THE_NETWORK = re.compile(r"\s*(?:https?:)?//", flags=re.IGNORECASE)
 LOADED_BY_STYLES = re.compile(r"(?:@import\s+|url\(\s*)[\"']?((?:https?:)?//[^\s\"')]+)", flags=re.IGNORECASE)
 LOADED_LINKS = {"stylesheet", "manifest", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch", "icon"}
 """Relations of <link> that make a browser load a file with the page."""
+REPOSITORY_FACTS = ' data-md-component="source"'
+"""Attribute of a link for which Material's script asks the API of GitHub or GitLab for stars and releases."""
 
 
 @dataclass
@@ -96,6 +98,7 @@ class _LoadedUrls(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
         names = ["src", "poster", "data"]
+        names += ["href"] if values.get("data-md-component") == "source" else []
         names += ["href", "xlink:href"] if tag in ("image", "use") else []
         self.urls += [url for url in values.get("srcset", "").split() if ON_THE_NETWORK.match(url)]
         if tag == "link" and LOADED_LINKS & set(values.get("rel", "").lower().split()):
