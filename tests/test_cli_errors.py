@@ -30,7 +30,9 @@ MISTAKES = {
     ("evaluate", "run", "--num-windows", "0"): "--num-windows is 0; it must be at least 1",
     ("--window", "nonsense"): "--window; place it after its command: ./deepy.py evaluate … --window nonsense",
     ("evaluate", "nowhere"): "nowhere: no such folder",
-    ("evaluate", "data"): "data: contains no checkpoint; give a run's folder",
+    ("evaluate", "./data"): "error: data: contains no checkpoint; give a run's folder",
+    ("analyze", "lengths/"): "error: lengths: contains no checkpoint; give a run's folder",
+    ("generate", "seed", "a", "--seed", "1"): "error: seed: no such folder; did you mean several? give",
     ("evaluate", "rnu"): "rnu: no such folder; did you mean run? give a run's folder",
     ("generate", "run/checkpoint/step_0000005", "-p", "a"): "did you mean run/checkpoints/step_0000004? give",
     ("status", "Rum"): "Rum: no such folder; did you mean run?",
@@ -208,7 +210,7 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
     )
     for run in ("a", "b/c"):
         (corpus / "several" / run / "checkpoints" / "step_0000004").mkdir(parents=True)
-    for folder in ("deep", "damaged"):
+    for folder in ("deep", "damaged", "lengths"):
         (corpus / folder).mkdir()
     (corpus / "damaged" / "results.json").write_text('[{"method": "a", ')
     (corpus / "deep" / "config.json").write_text('{"a":' * 200_000)
