@@ -27,7 +27,7 @@ from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.layout import CONFIG, list_checkpoints
 from megatron.config.load import read_config
 from megatron.config.schema import Config
-from megatron.utils.atomic_io import FolderLock
+from megatron.utils.atomic_io import FolderLock, check_writable
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
 LOCK = ".lock"
@@ -224,10 +224,11 @@ def prune_with_verification(run: Path, count: int, protected_steps: Collection[i
     Every byte of the kept checkpoints is compared with the manifest. Damaged checkpoints are not counted, and are
     deleted only if they are older than all counted ones.
 
-    Raises UserError if a run is training in the folder or no checkpoint is undamaged.
+    Raises UserError if the folder is not writable, a run is training in it, or no checkpoint is undamaged.
     """
     run = layout.find_run_folder(run)
-    lock = RunLock(run)
+    check_writable("RUN", run, "no checkpoint was deleted")
+    lock = RunLock(run, key="RUN")
     try:
         damaged: list[tuple[Path, str]] = []
         valid = 0

@@ -19,7 +19,7 @@ from megatron.checkpoint.run_folder import (
     save_config,
 )
 from megatron.config.load import read_config
-from megatron.utils.errors import RunError, UserError
+from megatron.utils.errors import UserError
 
 OWN = "# my notes: lr from the paper's appendix\nnum_layers: 1   # small\n"
 
@@ -65,7 +65,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"save: .*file: cannot be written: File exists"):
+    with pytest.raises(UserError, match=r"^save is .*file, which is a file; name a folder$"):
         RunLock(tmp_path / "file")
 
 
