@@ -406,7 +406,7 @@ def _describe_plan(works: dict[SweepMember, MemberWork], num_saved: int, num_mem
 
 
 def _describe_time_left(left: float) -> str:
-    return f"about {format_duration(left)} left in total, at the speed of the first steps"
+    return f"about {format_duration(left)} left in total, estimated from the first steps"
 
 
 @contextmanager
