@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import calls_without
+from command_line import ROOT, calls_without
 from permissions import unprivileged, unreadable
 
 MISTAKES = {
@@ -173,6 +173,8 @@ MISTAKES = {
     ("train", "tiny", "--dry-run", "save=/proc/a/b"): "save is /proc/a/b, which cannot be written to",
     ("train", "tiny", "train_iters=2020-01-01"): "train_iters is 2020-01-01; it must be an integer",
     ("status", "data"): "data: contains no run",
+    ("train", "tiny", f"save={ROOT}/megatron/utils"): "megatron/utils, among Farfield's own code; name another folder",
+    ("evaluate", "run", "-o", f"{ROOT}/farfield/x"): "farfield/x, among Farfield's own code; name another folder",
     ("import", "deep", "/proc/e"): "error: --output is /proc/e, which cannot be written to (",
     ("prepare", "text", "-o", "/proc/c"): "error: --output is /proc/c, which cannot be written to (",
     ("prepare", "text", "-o", "tiny.yml/c"): "error: --output is tiny.yml/c, but tiny.yml is a file; name a folder",

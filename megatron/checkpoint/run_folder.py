@@ -151,6 +151,27 @@ def check_no_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -
         )
 
 
+PREPARED_SUFFIXES = (".yml", ".yaml", ".sh", ".sbatch", ".out", ".err", ".log", ".txt", ".md")
+"""Suffixes of files that a user or a scheduler puts into a run's folder before the run: configurations and logs."""
+MAX_NAMES = 3
+
+
+def describe_other_contents(run: str | Path | None) -> tuple[str, ...]:
+    """Return a note if a new run would be saved in a folder of other files or folders; empty otherwise.
+
+    run: value of `save`, or None if nothing is saved.
+    """
+    if run is None or not os.access(run, os.R_OK | os.X_OK) or (Path(run) / LOCK).exists() or list_checkpoints(run):
+        return ()
+    names = sorted(
+        path.name for path in Path(run).iterdir() if path.suffix not in PREPARED_SUFFIXES and path.name[0] != "."
+    )
+    if not names:
+        return ()
+    shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+    return (f"save: {run} contains no run but {shown}; the run's files are added to them",)
+
+
 def is_saved_config(path: Path) -> bool:
     """Return True if a file is byte for byte what `Config.save` writes for the configuration in it."""
     try:

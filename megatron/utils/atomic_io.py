@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.project import INSTALLED_FOLDERS, PACKAGES_FOLDER
 
 
 def make_folder(key: str, folder: Path) -> list[Path]:
@@ -109,7 +110,9 @@ def _build_write_error(key: str, path: Path, error: OSError, advice: str = NAME_
 
 
 def check_no_file_in_path(key: str, folder: Path, value: Path | None = None) -> None:
-    """Raise UserError if a path is a file or inside a file. Raises OSError if it cannot be checked.
+    """Raise UserError if a path is a file, or inside a file or Farfield's own code.
+
+    Raises OSError if it cannot be checked.
 
     Args:
         key: option that set the path; the message begins with it.
@@ -121,6 +124,8 @@ def check_no_file_in_path(key: str, folder: Path, value: Path | None = None) -> 
         if path.exists() and not path.is_dir():
             subject = "which" if path == value else f"but {path}"
             raise UserError(f"{key} is {value}, {subject} is a file; name a {kind}")
+    if any(folder.resolve().is_relative_to(PACKAGES_FOLDER / name) for name in INSTALLED_FOLDERS):
+        raise UserError(f"{key} is {value}, among Farfield's own code; name another {kind}")
 
 
 def remove_empty_folders(folders: Iterable[Path]) -> None:
