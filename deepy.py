@@ -16,8 +16,13 @@ from pathlib import Path
 
 if importlib.util.find_spec("typer") is None:  # a bare python3: continue in the environment that `make` made
     own = Path(__file__).resolve().parent / ".venv" / "bin" / "python"
-    if own.exists() and Path(sys.prefix).resolve() != own.parent.parent.resolve():
-        os.execv(own, [str(own), *sys.argv])
+    try:
+        if os.stat(own) and Path(sys.prefix).resolve() != own.parent.parent.resolve():
+            os.execv(own, [str(own), *sys.argv])
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        sys.exit(f"error: {own}: cannot be run ({error.strerror}); use a Python with Farfield's requirements")
     sys.exit("error: Farfield's requirements are not installed; run: make setup, or pip install -r requirements.txt")
 
 from megatron.cli.app import main

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import calls_without
+from command_line import ROOT, calls_without
 from permissions import unprivileged, unreadable
 
 MISTAKES = {
@@ -30,7 +30,9 @@ MISTAKES = {
     ("evaluate", "run", "--num-windows", "0"): "--num-windows is 0; it must be at least 1",
     ("--window", "nonsense"): "--window; place it after its command: ./deepy.py evaluate … --window nonsense",
     ("evaluate", "nowhere"): "nowhere: no such folder",
-    ("evaluate", "data"): "data: contains no checkpoint; give a run's folder",
+    ("evaluate", "./data"): "error: data: contains no checkpoint; give a run's folder",
+    ("analyze", "lengths/"): "error: lengths: contains no checkpoint; give a run's folder",
+    ("generate", "seed", "a", "--seed", "1"): "error: seed: no such folder; did you mean several? give",
     ("evaluate", "rnu"): "rnu: no such folder; did you mean run? give a run's folder",
     ("generate", "run/checkpoint/step_0000005", "-p", "a"): "did you mean run/checkpoints/step_0000004? give",
     ("status", "Rum"): "Rum: no such folder; did you mean run?",
@@ -171,6 +173,26 @@ MISTAKES = {
     ("train", "tiny", "--dry-run", "save=/proc/a/b"): "save is /proc/a/b, which cannot be written to",
     ("train", "tiny", "train_iters=2020-01-01"): "train_iters is 2020-01-01; it must be an integer",
     ("status", "data"): "data: contains no run",
+    ("train", "tiny", f"save={ROOT}/megatron/utils"): "megatron/utils, among Farfield's own code; name another folder",
+    ("evaluate", "run", "-o", f"{ROOT}/farfield/x"): "farfield/x, among Farfield's own code; name another folder",
+    ("import", "deep", "/proc/e"): "error: --output is /proc/e, which cannot be written to (",
+    ("prepare", "text", "-o", "/proc/c"): "error: --output is /proc/c, which cannot be written to (",
+    ("prepare", "text", "-o", "tiny.yml/c"): "error: --output is tiny.yml/c, but tiny.yml is a file; name a folder",
+    ("report", "run", "-o", "/proc/x.md"): "error: --output is /proc/x.md, which cannot be written to (",
+    ("report", "run", "-o", "tiny.yml/x.md"): "error: --output is tiny.yml/x.md, but tiny.yml is a file; name a file",
+    ("report", "run", "--figure", "/proc/x.pdf"): "error: --figure is /proc/x.pdf, which cannot be written to (",
+    ("analyze", "run", "-o", "/proc/x"): "error: --output is /proc/x, which cannot be written to (",
+    ("evaluate", "run", "-o", "/proc/x"): "error: --output is /proc/x, which cannot be written to (",
+    ("export", "run", "-o", "/proc/e"): "error: --output is /proc/e, which cannot be written to (",
+    ("export", "run", "-o", "tiny.yml"): "error: --output is tiny.yml, which is a file; name a folder",
+    ("export", "run", "-o", "text"): "error: text: is not empty; choose another folder",
+    ("export", "data", "-o", "e"): "error: data: contains no checkpoint",
+    ("export", "run", "-o", "e", "--shard", "big"): "error: --shard is 'big'; it must be a size such as 500MB or 2GB",
+    ("export", "--refresh", "/proc/self"): "error: RUN is /proc/self, which cannot be written to (",
+    ("evaluate", "exported"): "or import it: ./deepy.py import exported -o RUN",
+    ("generate", "exported", "a"): "exported: is a model folder of transformers (config.json), not a run; give the run",
+    ("evaluate", "foreign/step_0000003"): "foreign/step_0000003: is not a checkpoint of Farfield (no config.yml)",
+    ("train", "tiny", "load=foreign/step_0000003"): "command line: load: foreign/step_0000003: is not a checkpoint of",
     ("nonsense",): "error: unknown command 'nonsense'; choose from train, plan, rehearse,",
 }
 
@@ -192,7 +214,7 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
     data = f"test_data_paths=[{corpus}/data/fox/test_text_document]"
     checkpoint = corpus / "run" / "checkpoints" / "step_0000004"
     config = load_config([corpus / "tiny.yml"], [data]).config
-    for run in (checkpoint, corpus / "begun"):
+    for run in (checkpoint, corpus / "run", corpus / "begun"):
         run.mkdir(parents=True, exist_ok=True)
         config.save(run / "config.yml")
     TrainerState(step=4, vocabulary={"size": 257, "name": "bytes"}).write(checkpoint)
@@ -208,8 +230,11 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
     )
     for run in ("a", "b/c"):
         (corpus / "several" / run / "checkpoints" / "step_0000004").mkdir(parents=True)
-    for folder in ("deep", "damaged"):
+    for folder in ("deep", "damaged", "lengths"):
         (corpus / folder).mkdir()
+    for file in ("exported/config.json", "foreign/step_0000003/weights.pt"):
+        (corpus / file).parent.mkdir(parents=True)
+        (corpus / file).write_text("{}")
     (corpus / "damaged" / "results.json").write_text('[{"method": "a", ')
     (corpus / "deep" / "config.json").write_text('{"a":' * 200_000)
     (corpus / "lost" / "long").mkdir(parents=True)
@@ -299,6 +324,28 @@ def test_unreadable_files_are_reported_as_forbidden_not_missing(corpus, mistakes
     (line,) = (line for line in done.stderr.splitlines() if not line.startswith("note: "))
     assert re.match(r"error: .*(shut|run/checkpoints).*(Permission denied|not readable)", line)
     assert "traceback" not in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("evaluate run --lengths 16", r"the default of --output is run, .* \(Permission denied\); name another folder"),
+        (
+            "analyze run --lengths 16",
+            r"the default of --output is .*/run/analysis, .* \(Permission denied\); name another",
+        ),
+        ("checkpoints run --keep 1", r"RUN is run, which .* \(Permission denied\); no checkpoint was deleted"),
+    ],
+)
+def test_a_run_that_cannot_be_written_to_is_an_error_before_the_work(corpus, mistakes, inside, arguments, says):
+    (corpus / "run").chmod(0o555)
+    try:
+        with unprivileged():
+            done = inside(*arguments.split(), cwd=corpus)
+    finally:
+        (corpus / "run").chmod(0o755)
+    assert done.returncode == 2
+    assert re.match(f"error: {says}", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Every end of a command gives one line and an exit code."""
 
 import os
+import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from permissions import unprivileged, unreadable
 
 from megatron.cli import run_command
 from megatron.cli.train import advise_after_interrupt
@@ -18,6 +21,22 @@ from megatron.utils.signals import convert_signals_to_exceptions, exit_on_signal
 
 ROOT = Path(__file__).parents[1]
 DEEPY = ROOT / "deepy.py"
+
+
+def test_an_environment_without_permission_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.symlink_to(sys.executable)
+    shutil.copy(DEEPY, tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # a bare python3
+    monkeypatch.setattr("farfield.__main__.start", lambda: None)
+    with (
+        unprivileged(),
+        unreadable(tmp_path / ".venv"),
+        pytest.raises(SystemExit, match=rf"^error: {own}: cannot be run \(Permission denied\); use a Python with"),
+    ):
+        runpy.run_path(str(tmp_path / "deepy.py"))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from megatron.utils.formatting import suggest_path
 
 CHECKPOINTS, ARCHIVE_FOLDER = "checkpoints", "abandoned"
 WEIGHTS, CONFIG, PROGRESS = "model.safetensors", "config.yml", "progress.json"
+TRANSFORMERS_CONFIG = "config.json"
+"""Configuration of a model folder of transformers, such as an export."""
 MAX_RUNS_LISTED = 10
 """Maximum number of runs listed in a message."""
 MAX_FOLDER_DEPTH = 4
@@ -97,10 +99,12 @@ def get_run_of_checkpoint(checkpoint: str | Path) -> Path:
 def resolve_checkpoint_path(path: str | Path) -> Path:
     """Return the checkpoint that a path refers to: a run's newest one, or the checkpoint itself.
 
-    Raises UserError if the folder does not exist or contains no checkpoint.
+    Raises UserError if the folder does not exist, contains no checkpoint, or is one of another program.
     """
     path = Path(path)
     if is_checkpoint(path):
+        if not any((path / name).exists() for name in (CONFIG, PROGRESS)):  # with one of them, it is damaged
+            raise UserError(f"{path}: is not a checkpoint of Farfield (no {CONFIG})")
         return path
     if not path.is_dir():
         check_reachable(path)
@@ -113,6 +117,11 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
             more = f" and {len(runs) - MAX_RUNS_LISTED} more" if len(runs) > MAX_RUNS_LISTED else ""
             raise UserError(
                 f"{path}: this folder has no checkpoint but contains runs that do; choose one of: {shown}{more}"
+            )
+        if (path / TRANSFORMERS_CONFIG).is_file():
+            raise UserError(
+                f"{path}: is a model folder of transformers ({TRANSFORMERS_CONFIG}), not a run; give the run it was "
+                f"exported from, or import it: ./deepy.py import {shlex.quote(str(path))} -o RUN"
             )
         raise UserError(f"{path}: contains no checkpoint; give a run's folder or one of its {CHECKPOINTS}/step_…")
     return latest

@@ -27,7 +27,7 @@ from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.layout import CONFIG, list_checkpoints
 from megatron.config.load import read_config
 from megatron.config.schema import Config
-from megatron.utils.atomic_io import FolderLock
+from megatron.utils.atomic_io import FolderLock, check_writable
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
 LOCK = ".lock"
@@ -151,6 +151,27 @@ def check_no_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -
         )
 
 
+PREPARED_SUFFIXES = (".yml", ".yaml", ".sh", ".sbatch", ".out", ".err", ".log", ".txt", ".md")
+"""Suffixes of files that a user or a scheduler puts into a run's folder before the run: configurations and logs."""
+MAX_NAMES = 3
+
+
+def describe_other_contents(run: str | Path | None) -> tuple[str, ...]:
+    """Return a note if a new run would be saved in a folder of other files or folders; empty otherwise.
+
+    run: value of `save`, or None if nothing is saved.
+    """
+    if run is None or not os.access(run, os.R_OK | os.X_OK) or (Path(run) / LOCK).exists() or list_checkpoints(run):
+        return ()
+    names = sorted(
+        path.name for path in Path(run).iterdir() if path.suffix not in PREPARED_SUFFIXES and path.name[0] != "."
+    )
+    if not names:
+        return ()
+    shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+    return (f"save: {run} contains no run but {shown}; the run's files are added to them",)
+
+
 def is_saved_config(path: Path) -> bool:
     """Return True if a file is byte for byte what `Config.save` writes for the configuration in it."""
     try:
@@ -224,10 +245,11 @@ def prune_with_verification(run: Path, count: int, protected_steps: Collection[i
     Every byte of the kept checkpoints is compared with the manifest. Damaged checkpoints are not counted, and are
     deleted only if they are older than all counted ones.
 
-    Raises UserError if a run is training in the folder or no checkpoint is undamaged.
+    Raises UserError if the folder is not writable, a run is training in it, or no checkpoint is undamaged.
     """
     run = layout.find_run_folder(run)
-    lock = RunLock(run)
+    check_writable("RUN", run, "no checkpoint was deleted")
+    lock = RunLock(run, key="RUN")
     try:
         damaged: list[tuple[Path, str]] = []
         valid = 0

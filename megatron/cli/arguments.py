@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -102,7 +103,9 @@ def add_section_options(
             try:
                 return function(*arguments, **options)
             except UserError as error:
-                lines = [replace_key_by_option(line, flags) for line in str(error).splitlines()]
+                paths = list_path_roots([*arguments, *options.values()])
+                keys = {key: flag for key, flag in flags.items() if key not in paths}
+                lines = [replace_key_by_option(line, keys) for line in str(error).splitlines()]
                 raise UserError("\n".join(lines), error.key) from error
 
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -126,6 +129,15 @@ def replace_key_by_option(line: str, flags: Mapping[str, str]) -> str:
     if (found := OPTION_NAME.match(line)) is None or found[2] not in flags:
         return line
     return f"{found[1]}{flags[found[2]]}{_name_options(line[found.end() :], flags)}"
+
+
+def list_path_roots(values: Iterable[Any]) -> set[str]:
+    """Return the first components of all relative paths that may be among a command's values.
+
+    An error about such a path begins like one about a key if a run's folder is named, for example, `data`.
+    """
+    texts = itertools.chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
+    return {part for text in texts if isinstance(text, str | Path) for part in Path(text).parts[:1]}
 
 
 def list_flags(name: str, field: FieldInfo) -> tuple[str, ...]:

@@ -127,25 +127,31 @@ def export(
 
     request = parse_section(ExportOptions, options)
     if request.refresh:
+        from megatron.utils.atomic_io import check_writable
+
         check_refresh_options(request, output or folder)
+        check_writable("RUN", Path(run), "its files are unchanged")
         with WaitAnnouncer(print_to_stderr, f"updating {run}"):
             from megatron.conversion.refresh_export import refresh_export
 
             refresh_export(run, overwrite=request.overwrite)
         return
     folder = choose_output("export RUN -o FOLDER", folder, output)
-    with WaitAnnouncer(print_to_stderr, f"writing {folder}"):
-        from megatron.conversion.export_model import export_model  # importing torch takes seconds
+    from megatron.conversion.export_request import read_export_request
 
-        export_model(
-            run,
-            folder,
-            native=request.native,
-            dtype=request.dtype,
-            max_shard_size=request.shard,
-            license=request.license,
-            overwrite=request.overwrite,
-        )
+    export_request = read_export_request(
+        run,
+        folder,
+        native=request.native,
+        dtype=request.dtype,
+        max_shard_size=request.shard,
+        license=request.license,
+        overwrite=request.overwrite,
+    )
+    with WaitAnnouncer(print_to_stderr, f"writing {folder}"):
+        from megatron.conversion.export_model import write_export  # importing torch takes seconds
+
+        write_export(export_request)
 
 
 def check_refresh_options(request: ExportOptions, folder: Path | None) -> None:

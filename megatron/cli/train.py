@@ -222,7 +222,8 @@ def sweep(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With launcher=slurm: print the batch script, and do not submit it.")
+        bool,
+        typer.Option("--dry-run", help="Check the sweep and print its runs, or SLURM's batch script; start nothing."),
     ] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Retrain runs that diverged.")] = False,
 ) -> None:

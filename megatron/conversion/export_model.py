@@ -6,7 +6,6 @@ The model card (README.md) describes architecture, training and results, and how
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,17 +21,14 @@ from torch import Tensor
 from megatron.checkpoint import manifest
 from megatron.checkpoint.layout import WEIGHTS
 from megatron.checkpoint.manifest import map_to_stored_names
-from megatron.checkpoint.trained_run import TrainedRun, open_run
+from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
+from megatron.conversion.export_request import ExportRequest, read_export_request
 from megatron.conversion.families.farfield import (
     AUTO_MAP,
     CHECKSUMS_FILE,
-    FARFIELD,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_TYPE_KEY,
     find_longest_input,
 )
-from megatron.conversion.hf_checkpoint import find_exact_family
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelFamily, WeightMapping
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code
@@ -44,22 +40,15 @@ from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.html_page import render_template
 from megatron.reports.records import RESULTS_FILE, Record, read_records
 from megatron.reports.table_formats import render_comparison_markdown
-from megatron.utils.atomic_directory import atomic_directory, describe_write_errors, read_folder_version
-from megatron.utils.atomic_io import parse_json
-from megatron.utils.errors import RunError, UserError, describe_cause
-from megatron.utils.formatting import format_choices, format_count
+from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
+from megatron.utils.errors import RunError, describe_cause
+from megatron.utils.formatting import format_count
 
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_EXPORT_FILE_NAMES = re.compile(
-    r"[\w-]+\.py|[\w.-]+\.json|model[\w-]*\.safetensors|README\.md|results\.png|merges\.txt|tokenizer\.model"
-)
-"""Names of files that an export may contain."""
 PLOT_FILE = "results.png"
 CARD_TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
-_SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def export_model(
@@ -85,32 +74,48 @@ def export_model(
         overwrite: replace an existing export.
 
     Raises:
-        UserError: the run does not exist, `target` is something else, or no native model, or none in transformers at
-            all, computes the same results.
-        RunError: the checkpoint is damaged, the disk fails, or another command created `target` meanwhile.
+        UserError: as for `read_export_request`.
+        RunError: as for `write_export`.
     """
-    torch_dtype, max_shard_bytes = _parse_dtype(dtype), _parse_size(max_shard_size)
-    run, target = open_run(source), Path(target)
-    family = _find_native_family(run) if native else FARFIELD
-    if (reason := family.describe_unsupported(run.config)) is not None:
-        raise UserError(f"{run.name}: cannot be exported: {reason}")
-    replaced_version = read_folder_version(target)
-    _check_target(target, overwrite)
+    return write_export(
+        read_export_request(
+            source,
+            target,
+            native=native,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            license=license,
+            overwrite=overwrite,
+        ),
+        log,
+    )
+
+
+def write_export(request: ExportRequest, log: Callable[[str], object] = print) -> Path:
+    """Write an export and return its folder.
+
+    Raises:
+        RunError: the checkpoint is damaged, the disk fails, or another command created the folder meanwhile.
+    """
+    run, target, family, dtype = request.run, request.target, request.family, request.dtype
+    native = request.is_native
     if (problem := manifest.find_damage(run.checkpoint, manifest.MODEL_FILES)) is not None:
         raise RunError(f"{run.checkpoint}: damaged: {problem}")
     tokenizer = load_run_tokenizer(run.folder, run.config.data, run.tokenizer_name)
-    weights = HFWeights(run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else torch_dtype)
-    with describe_write_errors(target), atomic_directory(target.resolve(), replaces=replaced_version) as folder:
+    weights = HFWeights(
+        run.checkpoint / WEIGHTS, family, run.config, None if dtype == "float32" else getattr(torch, dtype)
+    )
+    with describe_write_errors(target), atomic_directory(target.resolve(), replaces=request.replaced_version) as folder:
         auto_map_keys = {} if native else {"auto_map": _write_code(run, folder)}
         longest_input = run.config.model.seq_length if native else find_longest_input(run.config)
         padding_id = write_hf_tokenizer(tokenizer, folder, longest_input)
         _write_configs(run, tokenizer, family, dtype, folder, {"pad_token_id": padding_id}, auto_map_keys)
-        write_shards(weights, folder, max_shard_bytes)
+        write_shards(weights, folder, request.max_shard_bytes)
         manifest.write_manifest(
             folder, manifest.compute_checksums(folder, folder.glob("*.safetensors")), CHECKSUMS_FILE
         )
         page, plot = render_model_card(
-            run, tokenizer, family, num_parameters=weights.num_parameters, license=license, title=target.name
+            run, tokenizer, family, num_parameters=weights.num_parameters, license=request.license, title=target.name
         )
         write_model_card(folder, page, plot)
     total_bytes = sum(path.stat().st_size for path in target.iterdir())
@@ -125,20 +130,6 @@ def export_model(
     if run.config.position.attention_mask == "document" and native:
         log(f"note: {describe_native_documents(family)}")
     return target
-
-
-def _find_native_family(run: TrainedRun) -> ModelFamily:
-    family, reasons = find_exact_family(run.config)
-    if family is None:
-        common_reasons = {reason.partition(";")[0] for reason in reasons.values()}
-        messages = (
-            common_reasons if len(common_reasons) == 1 else [f"{name}: {reason}" for name, reason in reasons.items()]
-        )
-        raise UserError(
-            f"--native: no native transformers model computes the same as {run.name} with pos_emb "
-            f"{run.config.position.pos_emb}: {', '.join(messages)}; omit --native"
-        )
-    return family
 
 
 def _write_code(run: TrainedRun, folder: Path) -> dict[str, str]:
@@ -197,47 +188,6 @@ def _find_document_end(run: TrainedRun, tokenizer: Tokenizer) -> int | None:
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _parse_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise UserError(f"--dtype: unknown value {name!r}; {format_choices(name, DTYPES)}")
-    return DTYPES[name]
-
-
-def _parse_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]B|)", text.strip().upper())
-    if match is None or int(match[1]) < 1:
-        raise UserError(f"--shard is {text!r}; it must be a size such as 500MB or 2GB")
-    return int(match[1]) * _SIZE_UNITS[match[2]]
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise UserError(f"{target}: is a file; it must be a new folder")
-    file_names = sorted(path.name for path in target.iterdir())
-    if file_names and not overwrite:
-        raise UserError(f"{target}: is not empty; choose another folder, or replace an export with --overwrite")
-    if file_names and not _is_export(target):
-        raise UserError(f"{target}: is not empty and not an export; --overwrite replaces only exports")
-    if foreign_files := [
-        name for name in file_names if not _EXPORT_FILE_NAMES.fullmatch(name) or (target / name).is_dir()
-    ]:
-        raise UserError(
-            f"{target}: contains {foreign_files[0]} in addition to an export, which --overwrite would delete; move it "
-            "away"
-        )
-
-
-def _is_export(folder: Path) -> bool:
-    """Return True if this project wrote the export; only its exports name one of its tokenizer types."""
-    try:
-        values = parse_json((folder / TOKENIZER_CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(values, dict) and TOKENIZER_TYPE_KEY in values
 
 
 class HFWeights:

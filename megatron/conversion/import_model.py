@@ -24,7 +24,7 @@ from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files
 from megatron.options.data import TokenizerType
 from megatron.planning.model_costs import count_parameters, plan_model
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
-from megatron.utils.atomic_io import parse_json
+from megatron.utils.atomic_io import check_new_folder, parse_json
 from megatron.utils.errors import RunError, UserError, check_reachable
 from megatron.utils.formatting import format_choices, suggest_path
 
@@ -114,11 +114,10 @@ def import_model(
 
 
 def check_target_folder(run: Path) -> None:
-    """Reject a target that is not empty. Raises UserError."""
+    """Reject a target that is not empty, or cannot be created. Raises UserError."""
     if run.is_dir() and any(run.iterdir()):
         raise UserError(f"{run}: exists and is not empty; choose another folder")
-    if run.exists() and not run.is_dir():
-        raise UserError(f"{run}: is a file; it must be a folder")
+    check_new_folder("--output", run)
 
 
 def resolve_tokenizer(

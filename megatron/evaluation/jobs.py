@@ -36,7 +36,7 @@ from megatron.reports.results_output import (
     print_comparison_tables,
     read_saved_records,
 )
-from megatron.utils.atomic_io import check_folder, folder_lock
+from megatron.utils.atomic_io import check_writable, folder_lock
 from megatron.utils.errors import UserError
 from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.progress import ProgressMeter, WorkItem
@@ -215,19 +215,23 @@ def read_eval_request(runs: Sequence[str | Path], options: EvaluationOptions, ou
     run_folder = _find_run_folder(trained_runs)
     folder = run_folder if output is None else Path(output)
     is_single_run = run_folder is not None and folder is not None and folder.resolve() == run_folder.resolve()
-    return EvalRequest(trained_runs, options, folder, _read_saved_records(folder), is_single_run)
+    records = () if folder is None else _read_saved_records(describe_output_option(output), folder)
+    return EvalRequest(trained_runs, options, folder, records, is_single_run)
 
 
-def _read_saved_records(folder: Path | None) -> tuple[Record, ...]:
-    """Read the results in a folder.
+def describe_output_option(output: str | Path | None) -> str:
+    """Return the name by which errors call the output folder: the option, or its default if it was not given."""
+    return "--output" if output is not None else "the default of --output"
+
+
+def _read_saved_records(option: str, folder: Path) -> tuple[Record, ...]:
+    """Read the results in a folder, which errors call by `option`.
 
     Raises:
         UserError: the folder is not writable, or its results cannot be parsed.
     """
-    if folder is None:
-        return ()
-    check_folder("--output", folder)
-    check_no_foreign_results("--output", folder)
+    check_writable(option, folder)
+    check_no_foreign_results(option, folder)
     return tuple(read_saved_records(folder))
 
 

@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.evaluation.texts import EvalText
 from megatron.options.evaluation import EvaluationOptions
-from megatron.utils.atomic_io import check_folder, parse_json, write_text_atomically
+from megatron.utils.atomic_io import check_new_file, parse_json, write_text_atomically
 from megatron.utils.errors import RunError, UserError
 
 DEFAULT_ALPHA, DEFAULT_BETA = 2.0, -2.0
@@ -192,7 +192,7 @@ def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPla
         return KeyTokenFile(path, tokens.alpha, tokens.beta, tokens)
     if path.exists():
         raise UserError(f"key_tokens {path}: file exists, and other evaluations may depend on it; choose another file")
-    check_folder("--key-tokens", path.parent)
+    check_new_file("--key-tokens", path)
     if len(plan.lengths) < 2:
         raise UserError("find_key_tokens: give two lengths, of the short and of the long context")
     alpha = DEFAULT_ALPHA if options.key_alpha is None else options.key_alpha

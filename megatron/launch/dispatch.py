@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.checkpoint.run_folder import describe_other_contents
 from megatron.config.execution import ResolvedRun
 from megatron.config.load import LoadedConfig
 from megatron.data.document_starts import describe_crossing_fraction, estimate_crossing_fraction
@@ -123,7 +124,8 @@ def _launch_training(
         return 0
 
     if is_main:
-        print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()])))
+        others = describe_other_contents(config.checkpoint.save)
+        print_notes((*resolved.notes, *list_hostfile_notes(launch), *filter(None, [describe_job()]), *others))
     with _announce_checks("checking the run's files and names", print_notes if is_main else lambda notes: None):
         check_environment(resolved, machines)
     if hosts is not None:
@@ -142,6 +144,7 @@ def _print_dry_run(
     """Print the batch script of a job or the resolved configuration, and notes about the start."""
     more = (
         *loaded.layers.replacements,
+        *describe_other_contents(loaded.config.checkpoint.save),
         *_describe_start(check),
         *_describe_groups(check),
         *(() if check.machines.is_here else _describe_unchecked(resolved, check)),

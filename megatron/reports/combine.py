@@ -22,7 +22,7 @@ from megatron.reports.report_markdown import is_generated_markdown
 from megatron.reports.run_records import SavedRuns, is_run_file, read_run_file, read_run_folder
 from megatron.reports.verdict_tables import DEFAULT_MAX_CHANGE, build_verdict_tables
 from megatron.utils.atomic_io import (
-    check_folder,
+    check_new_file,
     check_no_foreign_files,
     write_bytes_atomically,
     write_page_atomically,
@@ -161,9 +161,7 @@ def _check_output_page(output: Path) -> None:
             f"--output {output}: it must be a name ending in .html, .htm, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
             f"results.csv is already next to {RESULTS_FILE}"
         )
-    if output.is_dir():
-        raise UserError(f"--output {output}: it must be a file, not a folder")
-    check_folder("--output", output.parent)
+    check_new_file("--output", output)
     check_no_foreign_files("--output", [output], checks[output.suffix])
 
 
@@ -172,9 +170,7 @@ def _check_figure(figure: Path) -> None:
     if figure.suffix not in FIGURE_SUFFIXES:
         suffixes = " or ".join(FIGURE_SUFFIXES)
         raise UserError(f"--figure {figure}: it must be a name ending in {suffixes}, the formats of vector graphics")
-    if figure.is_dir():
-        raise UserError(f"--figure {figure}: it must be a file, not a folder")
-    check_folder("--figure", figure.parent)
+    check_new_file("--figure", figure)
 
 
 def _render_figures(

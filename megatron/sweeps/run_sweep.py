@@ -26,22 +26,28 @@ measured speed of completed and running jobs.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from megatron.checkpoint.layout import list_checkpoints
-from megatron.checkpoint.run_folder import LOCK, SWEEP_LOCK, RunLock, is_saved_config
+from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
 from megatron.distributed.hardware import count_cores
 from megatron.launch import slurm
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
-from megatron.reports.records import RESULTS_FILE, Record, RunFailure
-from megatron.reports.results_output import check_no_foreign_results
+from megatron.reports.records import Record, RunFailure
 from megatron.reports.run_records import RunOutcome
+from megatron.sweeps.check_sweep import (
+    Log,
+    check_no_foreign_sweep_files,
+    check_sweep,
+    find_diverged,
+    list_startable,
+    load_saved_members,
+)
 from megatron.sweeps.member_run import run_member
 from megatron.sweeps.remaining_work import (
     MemberWork,
@@ -56,9 +62,7 @@ from megatron.sweeps.results import (
     REPORT_FILE,
     SweepResults,
     check_records_folder,
-    compute_member_digest,
     list_members_of_other_parts,
-    load_saved_outcome,
     print_results,
     save_experiment,
     save_outcome,
@@ -66,7 +70,7 @@ from megatron.sweeps.results import (
 )
 from megatron.sweeps.spec import Sweep, SweepMember, read_sweep
 from megatron.sweeps.worker_pool import run_members
-from megatron.utils.atomic_io import check_no_foreign_files, make_folder
+from megatron.utils.atomic_io import make_folder
 from megatron.utils.console import log_traceback, run_console
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_duration
@@ -82,7 +86,6 @@ RETRY_DIVERGED_HINT = "use --retry-failed to retrain diverged runs"
 RETRY_FAILED_HINT = "run the same command to retry failed runs"
 MAX_NAMED_FAILURES = 5
 """Maximum number of failures listed in a message."""
-Log = Callable[[str], None]
 
 
 def run_sweep(
@@ -101,7 +104,7 @@ def run_sweep(
         files, overrides, search: as for `megatron.sweeps.spec.read_sweep`.
         console: console for progress and tables. If None, the terminal; library output then goes to OUTPUT/log.txt.
         member: train and evaluate only the member with this index, without a report.
-        dry_run: print the batch script without submitting it.
+        dry_run: print the runs, or with `launcher: slurm` the batch script, and start nothing.
         retry_failed: retrain members whose training diverged.
 
     Returns:
@@ -117,20 +120,21 @@ def run_sweep(
     array = _build_array_job(sweep, files, [*overrides, *(["--retry-failed"] if retry_failed else [])], search)
     if dry_run:
         if array is None:
-            raise UserError("--dry-run prints the batch script of a sweep and requires launcher=slurm")
+            check_sweep(sweep, console, retry_failed=retry_failed)
+            return []
         if sweep.options.corpus is None:  # otherwise the data may be prepared only on submission
             finished_steps = {member: find_finished_step(member) for member in sweep.members}
-            begins = _list_startable(sweep.members, finished_steps)
+            begins = list_startable(sweep.members, finished_steps)
             check_member_starts(begins, in_queue=True, may_download=False)
         print(slurm.render_batch_script(array), end="")
         return []
     if member is None:  # in a task of a job array, the training checks this itself
-        diverged = _find_diverged(sweep, retry_failed)
+        diverged = find_diverged(sweep, retry_failed)
         if sweep.options.records is None:  # otherwise saved records decide, once their texts exist
             check_sweep_disk(sweep, [m for m in sweep.members if m not in diverged])
     make_folder("sweep.output", sweep.output_folder)
     check_records_folder(sweep)
-    _check_no_foreign_files(sweep)
+    check_no_foreign_sweep_files(sweep)
     lock = None
     if member is None:
         lock = RunLock(
@@ -146,13 +150,6 @@ def run_sweep(
         except (KeyboardInterrupt, StoppedBySignal):
             log(f"stopped; {RESUME_HINT}")
             raise
-
-
-def _find_diverged(sweep: Sweep, retry_failed: bool) -> dict[SweepMember, RunFailure]:
-    """Return the diverged members that are not retried, with their failure."""
-    if retry_failed:
-        return {}
-    return {m: failure for m in sweep.members if (failure := find_member_divergence(m)) is not None}
 
 
 def _build_array_job(
@@ -188,35 +185,17 @@ def _build_array_job(
     )
 
 
-def _check_no_foreign_files(sweep: Sweep) -> None:
-    """Reject an output folder with files of a sweep's names that no sweep wrote. Raises UserError."""
-    from megatron.reports.html_page import is_generated_page
-
-    key, output = "sweep.output", sweep.output_folder
-    check_no_foreign_results(key, output)
-    check_no_foreign_files(key, [output / REPORT_FILE], is_generated_page)
-    for member in sweep.members:
-        is_started = (member.folder / LOCK).exists() or bool(list_checkpoints(member.folder))
-
-        def is_ours(path: Path, member: SweepMember = member, is_started: bool = is_started) -> bool:
-            return is_started or is_saved_config(member.get_sibling_path(".yml"))
-
-        check_no_foreign_files(key, [member.get_sibling_path(".yml"), member.get_sibling_path(".txt")], is_ours)
-    has_config = any(member.get_sibling_path(".yml").exists() for member in sweep.members)
-    check_no_foreign_files(key, [output / RESULTS_FILE], lambda _: has_config or (output / REPORT_FILE).exists())
-
-
 def _run_members(
     sweep: Sweep, console: Console, log: Log, only_member: int | None, array: slurm.SlurmJob | None, retry_failed: bool
 ) -> list[Record]:
     """Run the remaining work: one member, a job array, or everything in this process."""
     start_time = time.monotonic()
     finished_steps = {member: find_finished_step(member) for member in sweep.members}  # rejects foreign folders first
-    diverged = _find_diverged(sweep, retry_failed)
+    diverged = find_diverged(sweep, retry_failed)
     if sweep.options.corpus is not None:
         _prepare_corpus(sweep.options.corpus, console, log)
     works = estimate_work(sweep, finished_steps, log)
-    digests, saved = _load_saved_members(sweep, log, retry_failed)
+    digests, saved = load_saved_members(sweep, log, retry_failed)
     kept = {member: outcome.records for member, outcome in saved.items() if outcome.failure is None}
     diverged |= {member: outcome.failure for member, outcome in saved.items() if outcome.failure is not None}
     elsewhere = list_members_of_other_parts(sweep) - saved.keys()
@@ -240,7 +219,7 @@ def _run_members(
     if only_member is None and sweep.options.records is not None:
         check_sweep_disk(sweep, [sweep.members[i] for i in indices])
     if only_member is None:
-        begins = _list_startable([sweep.members[i] for i in indices], finished_steps)
+        begins = list_startable([sweep.members[i] for i in indices], finished_steps)
         has_tasks = any(member.config.logging.harness.tasks for member in begins)
         tasks = ", and harness.tasks, which imports lm_eval" if has_tasks else ""
         with WaitAnnouncer(log, f"checking the data and the starting points of the runs{tasks}"):
@@ -285,31 +264,6 @@ def _run_members(
         reason = next(iter(results.unsaved.values()))
         raise RunError(f"results of {len(results.unsaved)} runs could not be saved: {reason}; {RESUME_HINT}")
     return records
-
-
-def _load_saved_members(
-    sweep: Sweep, log: Log, retry_failed: bool
-) -> tuple[dict[SweepMember, str], dict[SweepMember, RunOutcome]]:
-    """Return the digests of all members, and the saved results of those that have one and are not retried.
-
-    Without a folder of saved records both are empty.
-    """
-    if sweep.options.records is None:
-        return {}, {}
-    with WaitAnnouncer(log, "checking texts and saved records"):
-        digests = {member: compute_member_digest(member) for member in sweep.members}
-        loaded = {member: load_saved_outcome(sweep, member, digest) for member, digest in digests.items()}
-    return digests, {
-        member: outcome
-        for member, outcome in loaded.items()
-        if outcome is not None and not (retry_failed and outcome.failure is not None)
-    }
-
-
-def _list_startable(members: Sequence[SweepMember], finished_steps: Mapping[SweepMember, int]) -> list[SweepMember]:
-    """Return the members that have not started and can start now."""
-    begins = (member for member in members if finished_steps[member] <= member.first_step)
-    return [member for member in begins if member.origin is None or member.origin.is_dir()]
 
 
 def _run_all_members(
@@ -406,7 +360,7 @@ def _describe_plan(works: dict[SweepMember, MemberWork], num_saved: int, num_mem
 
 
 def _describe_time_left(left: float) -> str:
-    return f"about {format_duration(left)} left in total, at the speed of the first steps"
+    return f"about {format_duration(left)} left in total, estimated from the first steps"
 
 
 @contextmanager

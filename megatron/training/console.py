@@ -174,7 +174,7 @@ class ConsoleReporter:
             self._first_step, self._start_time, self._is_warm = step, now, True
         elif self._estimate is not None and now - self._start_time >= WARMUP_SECONDS:
             self._estimate = None
-            self.log(f"at the speed of the first steps: {format_approximate_duration(left)} left")
+            self.log(f"{format_approximate_duration(left)} left, estimated from the first steps")
         if not self._has_record:
             time_left = f", {format_approximate_duration(left)} left" if step > self._first_step else ""
             self._log_progress(f"step {step}/{self.train_iters} is done{time_left}")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.project import INSTALLED_FOLDERS, PACKAGES_FOLDER
 
 
 def make_folder(key: str, folder: Path) -> list[Path]:
@@ -42,36 +43,89 @@ def make_folder(key: str, folder: Path) -> list[Path]:
             if not path.exists():
                 path.mkdir(exist_ok=True)
                 created.insert(0, path)
-        # Permissions are not sufficient: /proc has write permission, but is not writable.
-        tempfile.TemporaryFile(dir=folder).close()
+        _create_temporary_file(folder)
     except OSError as error:
         remove_empty_folders(created)
         raise _build_write_error(key, folder, error) from error
     return created
 
 
-def check_writable(key: str, folder: Path) -> None:
-    """Check that `make_folder` would succeed, without creating anything. Raises UserError as it does."""
-    try:
+NAME_ANOTHER = "name another folder"
+"""Advice for an output folder that cannot be written to."""
+
+
+def check_writable(key: str, folder: Path, advice: str = NAME_ANOTHER) -> None:
+    """Check that files can be created in a folder, which may not exist yet, without creating anything.
+
+    Commands call it before they begin, so that an unusable output is an error in the input, not a failure later.
+
+    Args:
+        key: option that set the folder; the message begins with it.
+        folder: folder to write to.
+        advice: end of the message.
+
+    Raises:
+        UserError: the path is a file, is inside a file, or is not writable.
+    """
+    with _name_path(key, folder, advice):
         check_no_file_in_path(key, folder)
-        tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.parents) if path.exists())).close()
+        _create_temporary_file(folder)
+
+
+def check_new_folder(key: str, folder: Path) -> None:
+    """Check that a folder can be created, or replaced, by `atomic_directory`. For errors see `check_writable`."""
+    with _name_path(key, folder, NAME_ANOTHER):
+        check_no_file_in_path(key, folder)
+        _create_temporary_file(folder.resolve().parent)
+
+
+def check_new_file(key: str, file: Path) -> None:
+    """Check that a file can be created or replaced. Raises UserError as `check_writable`, or if it is a folder."""
+    with _name_path(key, file, "name another file"):
+        if file.is_dir():
+            raise UserError(f"{key} is {file}, which is a folder; name a file")
+        check_no_file_in_path(key, file.parent, file)
+        _create_temporary_file(file.parent)
+
+
+@contextmanager
+def _name_path(key: str, path: Path, advice: str) -> Iterator[None]:
+    """Convert a system error to a UserError that names the option and its value."""
+    try:
+        yield
     except OSError as error:
-        raise _build_write_error(key, folder, error) from error
+        raise _build_write_error(key, path, error, advice) from error
 
 
-def _build_write_error(key: str, folder: Path, error: OSError) -> UserError:
-    return UserError(f"{key} is {folder}, which cannot be written to ({error.strerror}); name another folder")
+def _create_temporary_file(folder: Path) -> None:
+    """Create and remove a file in the innermost folder of a path that exists.
+
+    Permissions are not sufficient: /proc has write permission, but is not writable.
+    """
+    tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.parents) if path.exists())).close()
 
 
-def check_no_file_in_path(key: str, folder: Path) -> None:
-    """Raise UserError, beginning with `key`, if a path is a file or inside a file.
+def _build_write_error(key: str, path: Path, error: OSError, advice: str = NAME_ANOTHER) -> UserError:
+    return UserError(f"{key} is {path}, which cannot be written to ({error.strerror}); {advice}")
+
+
+def check_no_file_in_path(key: str, folder: Path, value: Path | None = None) -> None:
+    """Raise UserError if a path is a file, or inside a file or Farfield's own code.
 
     Raises OSError if it cannot be checked.
+
+    Args:
+        key: option that set the path; the message begins with it.
+        folder: path to check.
+        value: value of the option, if it is not the folder.
     """
+    kind, value = ("folder", folder) if value is None else ("file", value)
     for path in (*reversed(folder.parents), folder):
         if path.exists() and not path.is_dir():
-            subject = "which" if path == folder else f"but {path}"
-            raise UserError(f"{key} is {folder}, {subject} is a file; name a folder")
+            subject = "which" if path == value else f"but {path}"
+            raise UserError(f"{key} is {value}, {subject} is a file; name a {kind}")
+    if any(folder.resolve().is_relative_to(PACKAGES_FOLDER / name) for name in INSTALLED_FOLDERS):
+        raise UserError(f"{key} is {value}, among Farfield's own code; name another {kind}")
 
 
 def remove_empty_folders(folders: Iterable[Path]) -> None:
@@ -79,11 +133,6 @@ def remove_empty_folders(folders: Iterable[Path]) -> None:
     with contextlib.suppress(OSError):
         for path in folders:
             path.rmdir()
-
-
-def check_folder(key: str, folder: Path) -> None:
-    """Check that a folder can be created and written, without leaving it behind (`make_folder`)."""
-    remove_empty_folders(make_folder(key, folder))
 
 
 def check_no_foreign_files(key: str, files: Iterable[Path], is_ours: Callable[[Path], bool]) -> None:
@@ -192,12 +241,13 @@ class FolderLock:
         lock_timeout: seconds to wait for another process.
 
     Raises:
-        UserError: another process still holds the lock after `lock_timeout` seconds.
-        RunError: the folder cannot be written.
+        UserError: the folder is not writable, or another process still holds the lock after `lock_timeout` seconds.
+        RunError: the folder cannot be locked.
     """
 
     def __init__(self, folder: str | Path, *, name: str, key: str, busy_message: str, lock_timeout: float) -> None:
         self._key, self._folder, self._path = key, folder, Path(folder) / name
+        check_writable(key, Path(folder))
         deadline = time.monotonic() + lock_timeout
         while not self._try_lock():
             if time.monotonic() > deadline:

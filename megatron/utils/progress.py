@@ -314,8 +314,11 @@ class ProgressMeter:
                 if not self._over.is_set():
                     self._show(is_start=False)
 
-    def _describe_time_left(self, left: float | None, *, is_start: bool) -> str:
-        """Describe the remaining time. `left` is the estimate at the last report of work."""
+    def _describe_time(self, left: float | None, *, is_start: bool) -> str:
+        """Describe the remaining time, or else the elapsed time of the current job; empty at its start.
+
+        left: estimate of the remaining time at the last report of work, or None if unknown.
+        """
         assert self._current is not None
         if all(job.is_finished for job in self.jobs):
             return "done"
@@ -325,10 +328,9 @@ class ProgressMeter:
         if left is not None and left > 0:
             # With several jobs, the time is for all of them, not for the one shown.
             return f"about {format_duration(left)} left{' in total' if len(self.jobs) > 1 else ''}"
-        if is_start or self._bar is not None:
-            return "time left not yet known"
-        # The elapsed time distinguishes a line from the previous one.
-        return f"time left not yet known, {format_duration(now - self._since[self._current.name])} so far"
+        if is_start or self._bar is not None:  # a bar has a column for the elapsed time
+            return ""
+        return format_duration(now - self._since[self._current.name])
 
     def _show(self, *, is_start: bool) -> None:
         job = self._current
@@ -338,15 +340,16 @@ class ProgressMeter:
         if self._bar is None and not is_due:
             return
         left = self.estimate_seconds_left()
-        time_left = self._describe_time_left(left, is_start=is_start)
+        time_text = self._describe_time(left, is_start=is_start)
         text = f"{job.name}: {self._detail}" if self._detail else job.name
         if self._bar is not None:
             spent = sum(item.seconds for item in self.jobs) / self.at_once
             fraction = 0.0 if left is None or spent + left == 0 else spent / (spent + left)
-            self._bar.update(self._task, description=escape(text), completed=fraction, left=time_left)
+            self._bar.update(self._task, description=escape(text), completed=fraction, left=time_text)
         else:
             self._printed_at = self._clock()
-            self.console.print(escape(f"{text} ({time_left})"), highlight=False, soft_wrap=True)
+            line = f"{text} ({time_text})" if time_text else text
+            self.console.print(escape(line), highlight=False, soft_wrap=True)
 
 
 class WaitAnnouncer:

@@ -15,11 +15,12 @@ from megatron.checkpoint.run_folder import (
     RESOLVED_CONFIG,
     RunLock,
     check_no_foreign_run_files,
+    describe_other_contents,
     get_config_path,
     save_config,
 )
 from megatron.config.load import read_config
-from megatron.utils.errors import RunError, UserError
+from megatron.utils.errors import UserError
 
 OWN = "# my notes: lr from the paper's appendix\nnum_layers: 1   # small\n"
 
@@ -65,8 +66,21 @@ def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"save: .*file: cannot be written: File exists"):
+    with pytest.raises(UserError, match=r"^save is .*file, which is a file; name a folder$"):
         RunLock(tmp_path / "file")
+
+
+def test_a_new_run_among_other_files_is_noted(tmp_path: Path) -> None:
+    assert describe_other_contents(None) == describe_other_contents(tmp_path / "new") == ()
+    for name in ("config.yml", "slurm-17.out", ".hidden"):  # prepared for the run
+        (tmp_path / name).touch()
+    assert describe_other_contents(tmp_path) == ()
+    for name in ("thesis.tex", "a", "b", "c"):
+        (tmp_path / name).touch()
+    (note,) = describe_other_contents(tmp_path)
+    assert note == f"save: {tmp_path} contains no run but a, b, c and 1 more; the run's files are added to them"
+    RunLock(tmp_path).release()
+    assert describe_other_contents(tmp_path) == ()
 
 
 def test_a_user_configuration_keeps_its_name_and_comments(tmp_path: Path) -> None:

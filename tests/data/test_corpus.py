@@ -393,7 +393,7 @@ def test_the_workers_of_a_killed_preparation_end(many, tmp_path, monkeypatch):
 
 
 def test_an_output_that_cannot_be_made_is_named(many, tmp_path):
-    with pytest.raises(RunError, match=r"out: cannot be written: (Not a directory|File exists)"):
+    with pytest.raises(UserError, match=r"^--output is .*out, .* is a file; name a folder$"):
         prepare([str(many)], many / "out")
 
 

@@ -137,8 +137,8 @@ def test_contradicting_files_are_reported(tmp_path: Path) -> None:
             "page.pdf",
             r"^--output .*page\.pdf: it must be a name ending in \.html, \.htm, \.md, or \.tex; results\.csv",
         ),
-        ("folder.html", r"^--output .*folder\.html: it must be a file, not a folder$"),
-        ("file/page.html", r"^--output is .*file, which is a file"),
+        ("folder.html", r"^--output is .*folder\.html, which is a folder; name a file$"),
+        ("file/page.html", r"^--output is .*page\.html, but .*file is a file; name a file$"),
     ],
 )
 def test_an_unwritable_page_is_rejected_before_reading_records(output: str, message: str, tmp_path: Path) -> None:

@@ -87,8 +87,25 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pyte
     sweeps.run_sweep(["sweep.yml"], KEYS, dry_run=True)
     assert capsys.readouterr().out.startswith("#!/bin/bash\n")
     assert sorted(place.rglob("*")) == before
-    with pytest.raises(UserError, match="--dry-run prints the batch script of a sweep and requires launcher=slurm"):
-        sweeps.run_sweep(["sweep.yml"], dry_run=True)
+
+
+def test_a_local_dry_run_lists_the_runs_and_makes_nothing(sbatch: None, place: Path, trainer: Trainer) -> None:
+    before, out = sorted(place.rglob("*")), io.StringIO()
+    sweeps.run_sweep(["sweep.yml"], console=Console(file=out, width=200), dry_run=True)
+    assert sorted(place.rglob("*")) == before
+    assert out.getvalue().startswith("note: the data are not checked, because the sweep first prepares the corpus corp")
+    run(*KEYS)
+    first, *others = read_sweep(["sweep.yml"]).members
+    trainer.save(first.resolved_config, first.folder, 2)
+    before, out = sorted(place.rglob("*")), io.StringIO()
+    assert sweeps.run_sweep(["sweep.yml"], console=Console(file=out, width=200), dry_run=True) == []
+    assert sorted(place.rglob("*")) == before
+    *_, counted = lines = out.getvalue().splitlines()
+    assert f"{first.name}: has a checkpoint of step 2 of 6" in lines
+    assert {f"{member.name}: new" for member in others} <= set(lines)
+    assert counted == f"{len(others) + 1} of {len(others) + 1} runs to train or evaluate; nothing was started"
+    with pytest.raises(UserError, match="no dataset nowhere"):
+        sweeps.run_sweep(["sweep.yml"], ["sweep.corpus=null", "train_data_paths=[nowhere]"], dry_run=True)
 
 
 def test_invalid_tasks_are_rejected_before_the_queue(sbatch: None, trainer: Trainer) -> None:

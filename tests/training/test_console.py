@@ -73,7 +73,7 @@ def test_the_first_steps_correct_the_estimate_once() -> None:
     for step, seconds in ((1, 30.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 3.0)):  # the first step compiles and allocates
         clock.now += seconds
         reporter.report_step(step)
-    assert stream.getvalue() == "step 1/1000 is done\nat the speed of the first steps: about 50 min left\n"
+    assert stream.getvalue() == "step 1/1000 is done\nabout 50 min left, estimated from the first steps\n"
 
 
 def test_slow_first_steps_report_progress() -> None:

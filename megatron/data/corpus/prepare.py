@@ -53,6 +53,7 @@ from megatron.utils.atomic_directory import (
     read_folder_version,
     recover_stale_work,
 )
+from megatron.utils.atomic_io import check_new_folder
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.progress import IMPORTING
 from megatron.utils.project import get_farfield_version
@@ -81,10 +82,9 @@ def prepare_corpus(
         log: receives notes before the work starts.
 
     Raises:
-        UserError: sources, tokenizer or options are invalid.
-        RunError: the disk is full, the folder cannot be written, or another command made a different corpus there
-            meanwhile. After either error an existing corpus is intact. Only documents tokenized before a bad one are
-            kept, in a hidden folder.
+        UserError: sources, tokenizer or options are invalid, or the folder is not writable.
+        RunError: the disk is full or fails, or another command made a different corpus there meanwhile. After either
+            error an existing corpus is intact. Only documents tokenized before a bad one are kept, in a hidden folder.
     """
     output, progress = Path(output), progress or (lambda stage, done, total: None)
     recipe = read_corpus_recipe(options)
@@ -92,6 +92,7 @@ def prepare_corpus(
     replaced_version = read_folder_version(output)
     if (corpus := find_existing_corpus(output, recipe, overwrite=overwrite, progress=progress)) is not None:
         return corpus
+    check_new_folder("--output", output)
     for note in recipe.list_notes():
         log(note)
     try:

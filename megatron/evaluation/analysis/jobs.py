@@ -27,7 +27,7 @@ from megatron.evaluation.analysis.analysis import (
     needs_text,
 )
 from megatron.evaluation.eval_target import choose_lengths
-from megatron.evaluation.jobs import RunJob, build_run_jobs
+from megatron.evaluation.jobs import RunJob, build_run_jobs, describe_output_option
 from megatron.evaluation.protocols import build_scoring_plan
 from megatron.evaluation.provenance import distinguish_names, list_method_names
 from megatron.evaluation.task_eval import TaskEval, build_task_eval, is_task_run
@@ -36,7 +36,7 @@ from megatron.model.device_dtype import check_precision
 from megatron.options.commands import AnalysisOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.html_page import is_generated_page
-from megatron.utils.atomic_io import check_folder, check_no_foreign_files
+from megatron.utils.atomic_io import check_no_foreign_files, check_writable
 from megatron.utils.errors import UserError
 from megatron.utils.progress import WorkItem
 
@@ -108,7 +108,7 @@ def read_analysis_request(
     _check_indices("--layers", options.layers, [config.model.num_layers for config in all_configs], "layers")
     _check_indices("--heads", options.heads, [config.model.num_attention_heads for config in all_configs], "heads")
     folder = _choose_folder(trained_runs, untrained, output)
-    check_folder("--output", folder)
+    check_writable(describe_output_option(output), folder)
     _check_no_foreign_results(folder, options)
     lengths, inputs = _choose_lengths_and_inputs(trained_runs, all_configs, options)
     return AnalysisRequest(trained_runs, untrained, options, folder, lengths, inputs)

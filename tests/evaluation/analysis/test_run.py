@@ -102,7 +102,7 @@ def test_models_are_shown_side_by_side(place: Path, corpus: Path, pictures: list
     output = out.getvalue()
     assert "out/analysis.html" in output
     assert "rotary: loading" in output
-    assert "the page: drawing figures (time left not yet known)" in output
+    assert "the page: drawing figures\n" in output
 
     verdicts = {(row["method"], row["verdict"]) for row in rows_of("convergence")}
     assert {("rotary", "diverges"), ("alibi (untrained)", "converges")} <= verdicts
