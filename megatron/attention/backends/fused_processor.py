@@ -34,17 +34,15 @@ def describe_unsupported_processor(
     *,
     max_width: int | None = None,
     max_kernel_size: int | None = None,
-    has_maps: bool = True,
 ) -> str | None:
     """Explain why no kernel supports the processor; None if one does.
 
     Args:
         processor: the processor.
         max_width, max_kernel_size: largest width and convolution size that the kernel supports, if it has such limits.
-        has_maps: True if the kernel supports linear maps between the heads.
     """
     convolutions = processor.kernel_parameters()
-    if not isinstance(convolutions, ConvolutionParameters) or (convolutions.is_linear and not has_maps):
+    if not isinstance(convolutions, ConvolutionParameters):
         return "it cannot compute this processor"
     width, *_, kernel_size = convolutions.weight1.shape
     if max_width is not None and width > max_width:
@@ -166,7 +164,7 @@ class NativeBackend:
         reason = find_unsupported_feature("native", formula.features)
         if reason is not None or formula.processor is None:
             return reason
-        return describe_unsupported_processor(formula.processor, max_kernel_size=cpu.MAX_KERNEL_SIZE, has_maps=False)
+        return describe_unsupported_processor(formula.processor, max_kernel_size=cpu.MAX_KERNEL_SIZE)
 
     @pad_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:

@@ -89,6 +89,7 @@ class TalkingHeads(Processor):
         ),
         num_head_maps=lambda options: int(options["before_softmax"]),
         changes_weights=lambda options: options["after_softmax"],
+        maps_heads=True,
     )
 
     def __init__(
