@@ -126,12 +126,19 @@ def estimate_cdape_attention(shape: AttentionShape) -> AttentionMemory:
     is_one_chunk = chunk_rows >= shape.num_rows
     # Sums of dk and dv, in float32 if several chunks add to them; then one chunk's share in the compute type.
     sums = keys * (2 * shape.bytes_per_element if is_one_chunk else 2 * 4 + shape.bytes_per_element)
-    table_entries = processor.kernel_size * heads + processor.width
-    edge_entries = processor.left_context * processor.width
+    width = processor.compute_kernel_width(heads)
+    table_entries = processor.kernel_size * heads + width
+    edge_entries = processor.left_context * width
     tables = 4 * (shape.num_distances * table_entries + shape.num_rows * edge_entries)
     has_gate = "gate" in shape.encoding.facts.hooks
-    outputs = 2 * shape.query_bytes if has_gate or has_cuda_kernels(shape) else 0
+    keeps_output = has_gate or (has_cuda_kernels(shape) and not processor.changes_weights)
+    outputs = 2 * shape.query_bytes if keeps_output else 0
     gates = _count_gate_bytes(shape, chunk_rows) if has_gate else 0
+    if processor.changes_weights:
+        # The gradient of the weights, instead of the scores or beside them, and a contiguous one of the output.
+        channels = 0 if has_cuda_kernels(shape) else -(-heads // 8) * 8
+        maps += batch * chunk_rows * columns * channels * shape.bytes_per_element
+        sums += shape.query_bytes
     return AttentionMemory(
         saved_bytes=8 * batch * shape.num_rows * heads + tables + outputs,
         workspace_bytes=maps + sums + 2 * shape.query_bytes + gates,
@@ -165,15 +172,16 @@ def has_cuda_kernels(shape: AttentionShape) -> bool:
     the estimate is an upper bound.
     """
     processor = shape.processor
+    width = 0 if processor is None else processor.compute_kernel_width(shape.num_heads)
     return (
         processor is not None
         and shape.bytes_per_element == 2
         and shape.rotated_dim % 16 == 0
         and shape.rotated_dim <= 128
         and shape.num_heads <= 16
-        and processor.width <= 64
-        and (shape.num_heads > 8 or 16 < processor.width <= 32)
-        and processor.kernel_size <= (7 if processor.width <= 32 else 5)
+        and width <= 64
+        and (shape.num_heads > 8 or 16 < width <= 32)
+        and processor.kernel_size <= (7 if width <= 32 else 5)
         and shape.num_columns % 8 == 0
     )
 
@@ -182,7 +190,8 @@ def supports_gates(shape: AttentionShape) -> bool:
     """Return True if kernels/cdape_attention supports the shape with gates, like `gated_op.describe_unsupported`."""
     processor = shape.processor
     padded = replace(shape, num_heads=max(shape.num_heads, 16))  # fewer heads are padded
-    return processor is not None and processor.width <= 32 and has_cuda_kernels(padded)
+    is_convolution = processor is not None and not processor.cost.maps_heads and processor.width <= 32
+    return is_convolution and has_cuda_kernels(padded)
 
 
 def estimate_kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:
@@ -277,11 +286,12 @@ def list_backends(
     *,
     has_softcap: bool = False,
     softmax_type: str = "vanilla",
+    num_heads: int = 1,
 ) -> list[str]:
     """List the backends that support a method on a GPU, at least in part, `auto` first."""
     features = list_planned_features(encoding, processor, has_softcap=has_softcap, softmax_type=softmax_type)
     fits_kernels = head_dim * encoding.count_qk_numbers() <= MAX_HEAD_DIM and (
-        processor is None or processor.width <= MAX_PROCESSOR_WIDTH
+        processor is None or processor.compute_kernel_width(num_heads) <= MAX_PROCESSOR_WIDTH
     )
     names = ("auto", "triton", "flex", "chunked", "eager", "sdpa")
     supported = [name for name in names if find_unsupported_feature(name, features) is None]
@@ -298,6 +308,7 @@ def list_common_backends(planned: PlannedModel) -> list[str]:
             get_head_dim(model),
             has_softcap=model.attn_logit_softcapping is not None,
             softmax_type=layer.config.position.softmax,
+            num_heads=model.num_attention_heads,
         )
         for layer in planned.layer_types
     ]

@@ -80,6 +80,10 @@ class PlannedProcessor:
         """Kernel size of the two convolutions along the keys."""
         return 2 * self.left_context + 1
 
+    def compute_kernel_width(self, num_heads: int) -> int:
+        """Return the channels between the two convolutions in kernels, which compute a map of the heads as such."""
+        return num_heads if self.cost.maps_heads else self.width
+
     def flops_per_score(self, dims: AttentionDims) -> float:
         """Return the forward FLOPs per score, over all heads, without those of a bias, which sequences share."""
         return 2.0 * self.cost.num_products(dims, self.options)

@@ -52,6 +52,12 @@ class ConvolutionParameters(NamedTuple):
     """[H]."""
     residual_bias: bool
     """True if B is added to the result."""
+    is_linear: bool = False
+    """True without LeakyReLU between the convolutions."""
+    bias_map: Tensor | None = None
+    """[H, H]: difference from the identity of a map between the heads, which B passes first; or None."""
+    head_map: Tensor | None = None
+    """[H, H]: difference from the identity of a map between the heads, of the weights after the softmax; or None."""
 
 
 KernelParameters = FireParameters | ConvolutionParameters

@@ -129,3 +129,5 @@ class ProcessorCost:
     """Number of float32 matrices [R, C] saved per sequence, shared by all heads."""
     changes_weights: Callable[[MethodOptions], bool] = lambda options: False
     """True if the processor changes the weights after the softmax (`Processor.process_weights`)."""
+    maps_heads: bool = False
+    """True if kernels compute the processor as linear maps between the heads. The C code for CPUs has none."""

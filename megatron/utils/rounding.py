@@ -120,7 +120,7 @@ EXACT_OPS = {
     *(aten.arange, aten.new_zeros, aten.new_empty, aten.slice_backward, aten.select_backward, aten.scalar_tensor),
     *(aten.empty_like, aten.full_like, aten.ones, aten.empty, aten.fill_, aten.zero_, aten.stack, aten.lift_fresh),
     *(aten.masked_fill_, aten.clamp_min, aten.sgn, aten.split, aten.unbind, aten.new_full, aten.new_empty_strided),
-    *(aten.flip, aten.unfold, aten.gather, aten.floor, aten.index_select, aten.split_with_sizes),
+    *(aten.flip, aten.unfold, aten.gather, aten.floor, aten.index_select, aten.split_with_sizes, aten.as_strided),
 }
 ARITHMETIC_OPS = (
     *(aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub),

@@ -59,6 +59,8 @@ def run(heads, length, dim=64, dtype=torch.bfloat16, width=32, size=3, different
         return
     output.sum().backward()
     assert all(x.grad is not None for x in (q, k, v, *weights))
+    if (head_map := options.get("head_map")) is not None:
+        assert (head_map.grad.shape, head_map.grad.device) == (head_map.shape, head_map.device)
     assert residues.pop() == any(name.startswith("LogitGradient") for name in launched)
     return list_launched()
 
@@ -88,6 +90,9 @@ documents = torch.arange(96, device="cuda").repeat(2, 1).div(40, rounding_mode="
 print(run(16, 96), run(12, 128, sinks=draw(12)), run(17, 96), run(16, 97), flush=True)
 print(run(16, 96, window=48), run(16, 96, document_starts=documents), run(16, 96, window=96), flush=True)
 print(run(16, 96, 96, torch.float16), run(16, 96, 128), run(16, 96, 72), flush=True)
+heads_mapped = {"size": 1, "is_linear": True}
+print(run(16, 96, width=16, head_map=draw(16, 16), **heads_mapped), run(16, 96, width=16, **heads_mapped), flush=True)
+print(run(8, 97, width=8, head_map=draw(8, 8), **heads_mapped), flush=True)
 print(run(16, 96, size=1), run(16, 96, 128, size=7), run(16, 96, width=64), run(32, 96, width=64), flush=True)
 os.environ["FARFIELD_CUDA_MIXER"] = "0"
 print(run(16, 96))
@@ -120,6 +125,7 @@ FAMILIES = [
         KernelForm(3, 64, torch.bfloat16, is_gated=True),
         KernelForm(3, 64, torch.float16, is_local=True, is_gated=True),
         KernelForm(1, 64, torch.bfloat16),
+        KernelForm(1, 64, torch.bfloat16, is_linear=True),
         KernelForm(1, 64, torch.bfloat16, is_gated=True),
         KernelForm(5, 64, torch.bfloat16),
         KernelForm(5, 64, torch.bfloat16, is_gated=True),
@@ -172,7 +178,10 @@ def test_the_operator_launches_them_where_they_fit(gpu: str) -> None:
     documents = f"{stars[0]},{stars[0]},{stars[1]},{stars[1]}"
     logits = ",".join([FORWARD] * 4)
     expected = [two_chunks, two_chunks, logits, one_chunk, documents, documents, two_chunks]
-    expected += [two_chunks, two_chunks, "none", *[two_chunks] * 3, "none", "none", "none"]
+    # With a map after the softmax, other kernels compute P and dL, from logits.
+    mapped = f"{FORWARD},{FORWARD},{FORWARD},Backward,Backward,{FORWARD},Backward,Backward"
+    expected += [two_chunks, two_chunks, "none", mapped, two_chunks, "none"]
+    expected += [*[two_chunks] * 3, "none", "none", "none"]
     # Gates have no other kernels, so that they take these also where their blocks are few, and in a window alike for
     # all chunks.
     expected += [two_chunks, documents]

@@ -41,6 +41,7 @@ def try_candidates(
         (("kerple_log", "none"), torch.float16, {"triton", "row blocks"}),
         (("fire", "none"), torch.float16, {"triton", "row blocks"}),
         (("kerple_log", "cdape"), torch.float16, {"triton", "row blocks"}),
+        (("kerple_log", "talking_heads"), torch.float16, {"triton", "row blocks"}),
     ],
 )
 @pytest.mark.parametrize("apart", [False, True])
@@ -81,6 +82,24 @@ def test_a_kernel_with_a_shifted_table_gradient_is_rejected(monkeypatch) -> None
     assert kernel.refusal.startswith("errs in encoding.r")
     assert kernel.excess is not None
     assert max(kernel.excess[name] for name in ("output", "dq", "dk", "dv")) < 4
+
+
+def test_a_kernel_with_a_transposed_map_of_weights_is_rejected(monkeypatch) -> None:
+    """A planted error maps head g to h as h to g: the logits, which have another map, stay correct."""
+    from megatron.attention.backends import fused_processor
+
+    real = fused_processor.collect_kernel_args
+
+    def transpose(inputs, bias):
+        args = real(inputs, bias)
+        return args._replace(head_map=args.head_map.mT)
+
+    monkeypatch.setattr(fused_processor, "collect_kernel_args", transpose)
+    row_blocks, kernel, *_ = try_candidates(("kerple_log", "talking_heads"))
+    assert row_blocks.refusal is None
+    assert kernel.backend == "triton"
+    assert kernel.refusal is not None
+    assert kernel.refusal.startswith("errs in")
 
 
 def test_the_switch_of_the_kernels_is_a_condition_of_a_check() -> None:

@@ -118,7 +118,7 @@ def test_kernels_support_every_toeplitz_bias_and_fire() -> None:
         if (not load_encoding_class(encoding).overrides_hook("dense") or encoding == "fire")
         and not load_encoding_class(encoding).overrides_hook("contextual")
         and (processor == "none" or not build(encoding, "none", SHAPE)[0].multiplies_scores)
-        and processor in ("none", "cdape", "dape")
+        and processor in ("none", "cdape", "dape", "talking_heads")
     ]
     assert expected == SUPPORTED
     assert len(ABLE) > 40
@@ -130,8 +130,9 @@ TURNS = dict(zip(list_encodings(), cycle(list_processors()), strict=False))
 CASES = [(e, p, 4, None) for e, p in ABLE if p in ("none", TURNS[e]) or e in ("none", "fire")] + [
     (encoding, processor, start, window)
     for encoding in ("kerple_log", "fire")
-    for processor in ("none", "dape", "cdape")
-    for start, window in ((12, None), (0, 5), (6, 3))
+    for processor in ("none", "dape", "cdape", "talking_heads")
+    # A map after the softmax has no kernels for few rows.
+    for start, window in ((5 if processor == "talking_heads" else 12, None), (0, 5), (5, 3))
 ]
 
 
@@ -162,6 +163,7 @@ def test_it_equals_eager_in_outputs_and_all_gradients(
         ("kerple_log", "cdape", 5, None),
         ("alibi", "cdape", 0, 4),
         ("none", "dape", 0, None),
+        ("kerple_log", "talking_heads", 5, 9),
     ],
 )
 def test_documents_of_a_row_are_masked(
@@ -182,7 +184,13 @@ def test_documents_of_a_row_are_masked(
 
 @pytest.mark.parametrize(
     ("encoding", "processor", "window"),
-    [("none", "none", None), ("kerple_log", "none", 5), ("kerple_log", "cdape", None), ("none", "dape", 4)],
+    [
+        ("none", "none", None),
+        ("kerple_log", "none", 5),
+        ("kerple_log", "cdape", None),
+        ("none", "dape", 4),
+        ("kerple_log", "talking_heads", 5),
+    ],
 )
 def test_sinks_are_in_the_kernels(encoding: str, processor: str, window: int | None, device: str) -> None:
     """Kernels compute sinks, their gradient, and the gradient of a processor's last bias, which a plain softmax
@@ -221,6 +229,7 @@ def test_a_bias_that_the_processor_alone_sees(device: str) -> None:
         ("fire", "cdape", {}, KernelChoice.PROCESSED_MATRIX),
         ("kerple_log", "cdape", {}, KernelChoice.FUSED_PROCESSOR),
         ("none", "dape", {}, KernelChoice.FUSED_PROCESSOR),
+        ("kerple_log", "talking_heads", {}, KernelChoice.FUSED_PROCESSOR),
         ("fox", "cdape", {"row_bias": GATE_SUMS, "key_bias": -GATE_SUMS}, KernelChoice.PYTORCH),  # float32
         ("kerple_log", "cdape", {"dropout": 0.1}, KernelChoice.PYTORCH),
         ("none", "none", {"sinks": SINKS}, KernelChoice.FUSED_BIAS),
@@ -361,6 +370,7 @@ def test_without_a_gpu_or_the_interpreter_it_is_refused(monkeypatch: pytest.Monk
         ("kerple_log", "none", False),
         ("kerple_log", "cdape", True),
         ("rotary", "cdape", False),
+        ("kerple_log", "talking_heads", True),
         ("fire", "none", True),
         ("fire", "cdape", False),
     ],

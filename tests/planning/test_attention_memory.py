@@ -34,7 +34,7 @@ from megatron.kernels.runtime import DeviceProperties
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
 from megatron.planning import attention_memory, memory_estimate, row_block_memory
-from megatron.planning.attention_memory import ATTENTION_MEMORY, choose_chunk_rows, list_backends
+from megatron.planning.attention_memory import ATTENTION_MEMORY, MAX_PROCESSOR_WIDTH, choose_chunk_rows, list_backends
 from megatron.planning.model_costs import plan_encoding, plan_processor
 from megatron.planning.plan import CHECK_RECORD, make_plan, read_checked_backend
 from megatron.planning.print_plan import print_plan
@@ -160,6 +160,20 @@ def test_the_output_is_kept_for_cuda_kernels(heads: int, dim: int, length: int) 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention_memory, "has_cuda_kernels", lambda shape: False)
             assert kept - ATTENTION_MEMORY["triton"](shape).saved_bytes == (2 * shape.query_bytes if has_kernels else 0)
+
+
+@pytest.mark.parametrize("heads", [8, 9, 16, 17, 65])
+def test_maps_of_heads_are_planned_as_the_kernels_compute_them(heads: int) -> None:
+    position = PositionOptions(pos_emb="kerple_log", score_processor="talking_heads")
+    encoding, processor = plan_encoding(position), plan_processor(position)
+    shape = AttentionShape(
+        2, ((0, 512),), heads, 64, 2, encoding, processor, True, None, 64, False, 80 << 30
+    )  # fmt: skip
+    weights = get_weight_shape(heads, heads, 1, True)
+    assert attention_memory.has_cuda_kernels(shape) == mixer.is_supported(weights, torch.bfloat16, 64, 512)
+    assert ATTENTION_MEMORY["triton"](shape).saved_bytes < 2 * shape.query_bytes
+    assert ("triton" in list_backends(encoding, processor, 64, num_heads=heads)) == (heads <= MAX_PROCESSOR_WIDTH)
+    assert not attention_memory.supports_gates(shape)
 
 
 @pytest.mark.parametrize(("heads", "width", "kernel_size"), product((4, 8, 9, 17), (16, 32, 33, 64, 65), (1, 5, 7, 9)))

@@ -17,7 +17,7 @@ from megatron.kernels.cdape_attention.chunks import CdapeProblem
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 
 NAMES = ("output", "q", "k", "v", "bias", "w1", "b1", "w2", "b2")
-"""Output, then the operator's tensors, to which sinks may be added."""
+"""Output, then the operator's tensors, to which sinks and a map of heads may be added."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Case:
     documents: tuple[tuple[int, ...], ...] = ()
     """Document lengths of each sequence, offset + rows in total; empty for one document each."""
     has_sinks: bool = False
+    is_linear: bool = False
+    has_head_map: bool = False
     seed: int = 0
     """Random seed. Rounding may move a hidden value across the kink of LeakyReLU, which changes gradients by more than
     rounding; affected cases use another seed."""
@@ -50,6 +52,8 @@ class Case:
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of the operator and of the reference."""
         options = {"offset": self.offset, "window": self.window, "residual_bias": self.residual_bias}
+        if self.is_linear:
+            options["is_linear"] = True
         if self.documents:
             lengths = [torch.tensor(each) for each in self.documents]
             starts = torch.stack([(each.cumsum(0) - each).repeat_interleave(each) for each in lengths])
@@ -57,7 +61,7 @@ class Case:
         return options
 
     def inputs(self, dtype: torch.dtype, device: str = "cpu", seed: int | None = None) -> list[Tensor | None]:
-        """Return q, k, v, bias, w1, b1, w2, b2, and sinks if any, rounded to a type once.
+        """Return q, k, v, bias, w1, b1, w2, b2, and sinks and a map of heads if any, rounded to a type once.
 
         Equal seeds give equal numbers; None selects the case's seed. The bias falls with the distance like a learned
         one, and the weights let hidden values change sign.
@@ -76,8 +80,10 @@ class Case:
         b1, b2 = normal(self.width, scale=0.3), normal(self.heads, scale=0.3)
         slope = torch.rand(self.heads, 1, generator=generator) * 2
         bias = -slope * torch.log1p(torch.arange(count + 2)) + torch.randn(self.heads, count + 2, generator=generator)
-        sinks = [torch.linspace(1, 6, self.heads, device=device)] if self.has_sinks else []
-        return [q, k, v, bias.to(device) if self.has_bias else None, w1, b1, w2, b2, *sinks]
+        more = [torch.linspace(1, 6, self.heads, device=device)] if self.has_sinks else []
+        if self.has_head_map:  # about as large as the identity
+            more.append((torch.randn(self.heads, self.heads, generator=generator) / self.heads**0.5).to(device))
+        return [q, k, v, bias.to(device) if self.has_bias else None, w1, b1, w2, b2, *more]
 
 
 SMALL = [
@@ -114,6 +120,11 @@ SATURATED = Case(1, 3, 18, 18, 8, 6, 3)
 """Case for a bias beyond float16's range."""
 
 
+def name_more(tensors: Sequence[Tensor | None]) -> list[str]:
+    """Return the names of the tensors that are added to those of every call."""
+    return ["sinks" if x is not None and x.dim() == 1 else "head_map" for x in tensors[len(NAMES) - 1 :]]
+
+
 def takes_fields(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Convert a function of CdapeArgs to one of its fields, with the others as defaults."""
 
@@ -121,9 +132,9 @@ def takes_fields(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if (document_starts := options.get("document_starts")) is not None:
             options["document_starts"] = document_starts.to(tensors[0].device)
         own = {name: options.pop(name) for name in ("chunk", "saturate_like") if name in options}
-        if len(tensors) == len(NAMES):
-            *tensors, options["sinks"] = tensors
-        return attend(CdapeArgs(*tensors, **options), **own)
+        count = len(NAMES) - 1
+        options |= zip(name_more(tensors), tensors[count:], strict=True)
+        return attend(CdapeArgs(*tensors[:count], **options), **own)
 
     return call
 
@@ -143,7 +154,7 @@ def differentiated(attend: Callable[..., Tensor], inputs: Sequence[Tensor | None
     output = attend(*leaves)
     output.backward(into)
     found = [output.detach(), *(None if x is None else x.grad for x in leaves)]
-    return {name: x for name, x in zip((*NAMES, "sinks"), found, strict=False) if x is not None}
+    return {name: x for name, x in zip((*NAMES, *name_more(inputs)), found, strict=True) if x is not None}
 
 
 def doubled(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -120,7 +120,7 @@ def cdape_attention(
     then compute the exact result for float16. With `row_bias` [B, H, R] and `key_bias` [B, H, C] the bias is their sum,
     as in `gated_op.attend_with_gates`, and does not saturate.
     """
-    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale, *_ = args
     rows, columns, dtype = q.shape[2], k.shape[2], q.dtype
     limited = dtype if saturate_like is None else saturate_like
     padding = w1.shape[-1] // 2
@@ -144,7 +144,8 @@ def cdape_attention(
         channels = torch.cat([channels, visible_bias], dim=1)
     # Padded on the right by p more than the convolution needs, so that hidden values there are computed.
     hidden = F.conv2d(F.pad(channels, (padding, 2 * padding)), w1.to(dtype), b1.to(dtype))
-    hidden = F.leaky_relu(saturate(hidden, limited), NEGATIVE_SLOPE).masked_fill(~inside, 0)
+    slope = 1.0 if args.is_linear else NEGATIVE_SLOPE
+    hidden = F.leaky_relu(saturate(hidden, limited), slope).masked_fill(~inside, 0)
     processed = saturate(F.conv2d(F.pad(hidden, (padding, 0)), w2.to(dtype), b2.to(dtype)), limited)
     logits = promote_to_float32(scores) + promote_to_float32(processed)
     if bias_map is not None and residual_bias:
@@ -154,4 +155,6 @@ def cdape_attention(
         column = sinks.to(logits.dtype).view(-1, 1, 1).expand(*logits.shape[:3], 1)
         logits, v = torch.cat([logits, column], dim=-1), F.pad(v, (0, 0, 0, 1))
     probabilities = torch.softmax(logits, dim=-1)
+    if args.head_map is not None:
+        probabilities = probabilities + torch.einsum("hg,bgij->bhij", args.head_map, probabilities)
     return probabilities.to(dtype) @ v

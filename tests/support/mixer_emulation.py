@@ -47,6 +47,7 @@ class Shape:
     dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     taps: int = 3
+    is_linear: bool = False
 
     @property
     def padding(self) -> int:
@@ -120,6 +121,7 @@ class Case(NamedTuple):
     held_tensors: int | None = None
     heads: int = HEADS
     width: int = WIDTH
+    is_linear: bool = False
 
     def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
         return self.build_for_rows(family, is_local=inputs.spans is not None)
@@ -129,7 +131,8 @@ class Case(NamedTuple):
         held = (self.held_tensors,) if self.held_tensors else (2, 1)
         wanted = [Tile(self.rows, self.columns, x) for x in held]
         tile = next(tile for tile in wanted if tile in family.tiles)
-        form = KernelForm(self.taps, self.dim, self.dtype, is_local, self.heads, self.width, is_gated)
+        sizes = (self.taps, self.dim, self.dtype, is_local, self.heads, self.width)
+        form = KernelForm(*sizes, is_gated, self.is_linear)
         return family.build(tile, form, 90)
 
     def adapt(self, shape: Shape) -> Shape:
@@ -138,7 +141,8 @@ class Case(NamedTuple):
             heads, width = heads + HEADS, max(width, WIDTH // 2 + 1)  # two slices
         if self.width > WIDTH:
             width += WIDTH
-        return replace(shape, heads=heads, width=width, dim=self.dim, dtype=self.dtype, taps=self.taps)
+        own = {"dim": self.dim, "dtype": self.dtype, "taps": self.taps, "is_linear": self.is_linear}
+        return replace(shape, heads=heads, width=width, **own)
 
 
 CASES = [
@@ -152,6 +156,7 @@ CASES = [
     Case(32, 32, 64, torch.bfloat16, width=64),
 ]
 SEVEN_TAPS = CASES[6]
+LINEAR_CASE = Case(32, 32, 64, torch.bfloat16, 1, is_linear=True)
 LOCAL_CASES = [*CASES[:3], SEVEN_TAPS]
 ROUNDINGS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 """Relative to a number, half a unit in the last place of the types."""
@@ -305,7 +310,7 @@ def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tens
         hidden = hidden + torch.einsum("bhij,hd->bijd", taken, w1[tap])
         size = size + torch.einsum("bhij,hd->bijd", taken.abs(), w1[tap].abs())
     hidden, size = (torch.where(is_alive[..., None], x, 0.0) for x in (hidden, size))
-    active = torch.where(hidden > 0, hidden, SLOPE * hidden)
+    active = torch.where(hidden > 0, hidden, (1.0 if shape.is_linear else SLOPE) * hidden)
     # Both factors, U and the scores, were rounded, then the hidden value, and what the slope made of it.
     doubt = (2 * size + 2 * hidden.abs()) * EXCHANGE_ROUNDING + TINY
     logits, bound = scores.clone(), scores.abs() * EXCHANGE_ROUNDING

@@ -30,7 +30,7 @@ REPRESENTATIVES = ("none", "rotary", "kerple_log", "gaussian_weight2", "fire", "
 """Methods that together use every kernel and every code path of the backends."""
 UNSUPPORTED_BY_TRITON = {
     **dict.fromkeys(("cope", "transformer_xl", "grape_a"), "contextual terms"),
-    **dict.fromkeys(("talking_heads", "mta", "selective", "ssmax_prior"), "this processor"),
+    **dict.fromkeys(("mta", "selective", "ssmax_prior"), "this processor"),
 }
 """Methods that the kernels reject when the model is built, with part of the message."""
 LONGEST_XPOS = 67_000

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.position.catalog import MethodFacts
-from megatron.position.facts import HOOKS
+from megatron.position.facts import HOOKS, ProcessorCost
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,7 @@ UNSUPPORTED_REASONS = {
     "processor": "it cannot process scores",
     "two rotations": "it cannot rotate far keys differently from near ones",
     "processor without kernel": "it cannot compute this processor",
+    "head maps": "it cannot map the heads to each other",
     "softcap": "it cannot cap the scores (attn_logit_softcapping)",
     "bias": "it cannot add a position bias to the scores",
     "contextual": "it cannot add contextual terms",
@@ -49,6 +50,7 @@ UNSUPPORTED_REASONS = {
 
     two rotations               queries and keys are rotated again for far keys (`Encoding.far_distance`)
     processor without kernel    a score processor without a form that kernels support
+    head maps                   a score processor with linear maps between the heads
     bias                        a term added to the scores or multiplied into them
     matrix, kernel matrix       a bias with an entry for each row and column; kernels support the latter
     contextual                  a bias that depends on the queries
@@ -86,7 +88,7 @@ BACKEND_CAPABILITIES = {
     "native": BackendCapabilities(
         (
             *("two rotations", "softcap", "contextual", "matrix", "kernel matrix", "gate", "weight"),
-            *("processor without kernel", "stick-breaking"),
+            *("processor without kernel", "head maps", "stick-breaking"),
         ),
         frozenset({"processor"}),
         "it needs a score processor",
@@ -112,6 +114,7 @@ def list_score_features(
     softmax_type: str,
     num_rotations: int = 1,
     has_processor_kernel: bool = True,
+    maps_heads: bool = False,
 ) -> frozenset[str]:
     """List the features of a method's scores: keys of `UNSUPPORTED_REASONS`.
 
@@ -123,12 +126,14 @@ def list_score_features(
         softmax_type: how weights are computed from logits.
         num_rotations: number of rotations of queries and keys, by distance.
         has_processor_kernel: True if the processor has a form that kernels support.
+        maps_heads: True if this form has linear maps between the heads (`ProcessorCost.maps_heads`).
     """
     is_matrix = "dense" in hooks
     present = {
         "processor": has_processor,
         "two rotations": num_rotations > 1,
         "processor without kernel": has_processor and not has_processor_kernel,
+        "head maps": maps_heads,
         "softcap": has_softcap,
         "bias": bool({"table", "dense", "contextual", "gate"} & set(hooks)),
         "contextual": "contextual" in hooks,
@@ -141,6 +146,11 @@ def list_score_features(
         "stick-breaking": softmax_type.startswith("stick-breaking"),
     }
     return frozenset(feature for feature, is_there in present.items() if is_there)
+
+
+def maps_heads(cost: object) -> bool:
+    """Return True if a processor with these declared costs has linear maps between the heads that kernels support."""
+    return isinstance(cost, ProcessorCost) and cost.maps_heads
 
 
 def list_method_features(
@@ -167,6 +177,7 @@ def list_method_features(
         has_softcap=has_softcap,
         num_rotations=facts.count_rotations(options),
         has_processor_kernel=processor_facts is not None and processor_facts.has_kernel_parameters,
+        maps_heads=processor_facts is not None and maps_heads(processor_facts.cost),
         softmax_type=softmax_type,
     )
 
@@ -257,6 +268,7 @@ class AttentionFormula:
             has_softcap=self.softcap is not None,
             num_rotations=1 if encoding.far_distance is None else 2,
             has_processor_kernel=processor is not None and processor.kernel_parameters() is not None,
+            maps_heads=processor is not None and maps_heads(processor.cost),
             softmax_type=self.softmax_type,
         )
 

@@ -21,8 +21,8 @@ from megatron.attention.backends.backend import (
 from megatron.attention.inputs import AttentionInputs, with_padded_values
 from megatron.attention.reference import compute_table
 from megatron.kernels.cdape_attention import cpu
-from megatron.kernels.cdape_attention.args import CdapeArgs
-from megatron.position.base import ConvolutionParameters
+from megatron.kernels.cdape_attention.args import MIN_MAPPED_ROWS, CdapeArgs
+from megatron.position.base import ConvolutionParameters, KernelParameters
 from megatron.position.encoding import ScoreTerms
 from megatron.position.processor import Processor
 
@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 def describe_unsupported_processor(
-    processor: Processor, *, max_width: int | None = None, max_kernel_size: int | None = None
+    processor: Processor,
+    *,
+    max_width: int | None = None,
+    max_kernel_size: int | None = None,
 ) -> str | None:
     """Explain why no kernel supports the processor; None if one does.
 
@@ -59,6 +62,10 @@ def explain_processor_fallback(inputs: AttentionInputs) -> str | None:
         return "attention_dropout with a score processor"
     if inputs.v.shape[1] != inputs.q.shape[1] or inputs.key.start > 0:
         return "a score processor over divided heads"
+    if inputs.query.length < MIN_MAPPED_ROWS and inputs.processor is not None:
+        convolutions = inputs.processor.kernel_parameters()
+        if isinstance(convolutions, ConvolutionParameters) and convolutions.head_map is not None:
+            return "decoding with a map of the attention weights"
     return None
 
 
@@ -73,7 +80,14 @@ def run_processor_kernel(kernel: Callable[..., Tensor], inputs: AttentionInputs,
     terms = inputs.processor_terms
     if terms is not None and terms.fits(args.q, args.offset, args.window):
         return kernel(args, terms=terms)
-    return kernel(args)
+    assert inputs.processor is not None
+    return kernel(args._replace(bias=map_bias(inputs.processor.kernel_parameters(), bias)))
+
+
+def map_bias(parameters: KernelParameters | None, bias: Tensor | None) -> Tensor | None:
+    """Return a table, float32 [H, N], mapped between the heads if the processor has such a map."""
+    assert isinstance(parameters, ConvolutionParameters)
+    return bias if bias is None or parameters.bias_map is None else torch.addmm(bias, parameters.bias_map.float(), bias)
 
 
 def explain_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, table: ScoreTerms) -> str | None:
@@ -88,6 +102,8 @@ def explain_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, t
 
     if table.bias is not None or table.weight is not None:
         return "a gate's bias and a table before a processor"
+    if args.is_linear or args.head_map is not None:
+        return "a gate's bias before this processor"
     heads, _, dim = inputs.q.shape[1:]
     sizes = (heads, dim, args.w1.shape[0], args.w1.shape[3], args.offset + inputs.q.shape[2])
     return describe_unsupported(inputs.q.dtype, *sizes, args.offset) or describe_unsupported_device(inputs.q, dim)
@@ -121,6 +137,8 @@ def collect_kernel_args(inputs: AttentionInputs, bias: Tensor | None) -> CdapeAr
         document_starts=inputs.first_columns,
         residual_bias=convolutions.residual_bias,
         sinks=inputs.head_sinks,
+        is_linear=convolutions.is_linear,
+        head_map=None if convolutions.head_map is None else convolutions.head_map.float(),
     )
 
 

@@ -5,6 +5,7 @@
 | Toeplitz or none     | none          | `kernels/biased_attention`; with dropout `kernels/bias` and PyTorch's  |
 | a gate, Toeplitz     | none          | `kernels/biased_attention`, only the terms of keys                     |
 | Toeplitz or none     | convolutional | `kernels/cdape_attention`                                              |
+| Toeplitz or none     | talking heads | the same, then its softmax with a map between the heads                |
 | a gate               | convolutional | its CUDA kernels, for the sizes that `gated_op.py` states              |
 | a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
 | a network (FIRE)     | any, or sinks | `kernels/bias` and PyTorch's row blocks                                |
@@ -37,6 +38,7 @@ from megatron.attention.backends.fused_processor import (
     describe_unsupported_processor,
     explain_gated_processor_fallback,
     explain_processor_fallback,
+    map_bias,
     run_gated_processor_kernel,
     run_processor_kernel,
 )
@@ -151,6 +153,9 @@ class TritonBackend:
         weights = [(each.weight1, each.bias1, each.weight2, each.bias2) for each in convolutions]  # type: ignore[union-attr]
         if any(has_parameters_sharded_by_zero3(processor) for processor in processors):
             return None  # ZeRO-3 gathers the weights of one layer at a time
+        if biases is not None:
+            mapped = [map_bias(each, bias) for each, bias in zip(convolutions, biases, strict=True)]
+            biases = [bias for bias in mapped if bias is not None]
         return compute_layer_terms(
             biases,
             weights,
@@ -159,6 +164,7 @@ class TritonBackend:
             window=window,
             dtype=like.dtype,
             residual_bias=convolutions[0].residual_bias,  # type: ignore[union-attr]
+            is_linear=convolutions[0].is_linear,  # type: ignore[union-attr]
         )
 
     @with_padded_values

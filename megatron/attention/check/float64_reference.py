@@ -106,8 +106,12 @@ def choose_row_ranges(
 
 def attend_as_fused(inputs: AttentionInputs) -> Tensor:
     """Compute `reference.compute_attention` without dropout, with the gradient of fused kernels: [B, h, R, d]."""
-    if inputs.uses_stick_breaking:  # no kernel fuses stick-breaking
-        return compute_attention(inputs)
+    processor = inputs.processor
+    changes_weights = processor is not None and (
+        processor.overrides("process_weights") or processor.overrides("process_output")
+    )
+    if inputs.uses_stick_breaking or changes_weights:  # no kernel fuses these with the gradient below
+        return compute_attention(replace(inputs, dropout=0.0))
     logits, v, sinks = compute_logits(inputs), inputs.v, inputs.head_sinks
     if sinks is not None:  # a key without a value
         logits, v = append_sink(logits, sinks), torch.nn.functional.pad(v, (0, 0, 0, 1))

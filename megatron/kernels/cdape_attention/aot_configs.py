@@ -26,7 +26,17 @@ from megatron.kernels.cdape_attention.gate_kernels import (
     _gate_operands_kernel,
     _gate_weights_kernel,
 )
-from megatron.kernels.cdape_attention.products import _differentiate_scores_kernel, _multiply_transposed_kernel
+from megatron.kernels.cdape_attention.head_map import (
+    build_mapped_constants,
+    build_mapped_gradient_constants,
+    choose_mapped_tile,
+)
+from megatron.kernels.cdape_attention.mapped_softmax import _differentiate_mapped_kernel, _map_weights_kernel
+from megatron.kernels.cdape_attention.products import (
+    _differentiate_scores_kernel,
+    _multiply_kernel,
+    _multiply_transposed_kernel,
+)
 from megatron.kernels.cdape_attention.scores import _scores_kernel
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
 from megatron.kernels.cdape_attention.term_sums import _partial_sums_kernel
@@ -66,9 +76,12 @@ HEAD_TILE_KERNELS = {"scores": _scores_kernel, "attend_bwd": _attend_bwd_kernel}
 PRODUCT_KERNELS = {
     "differentiate_scores": _differentiate_scores_kernel,
     "multiply_transposed": _multiply_transposed_kernel,
+    "multiply": _multiply_kernel,
 }
+MAPPED_KERNELS = {"map_weights": _map_weights_kernel, "differentiate_mapped": _differentiate_mapped_kernel}
+"""Kernels of a softmax with a map between the heads."""
 FLOAT32_POINTERS = (
-    *("sinks_ptr", "offsets_ptr"),
+    *("sinks_ptr", "offsets_ptr", "head_map_ptr", "dmap_ptr"),
     *("logits_ptr", "bias_contributions_ptr", "bias_ptr", "b2_ptr", "stats_ptr", "sums_ptr"),
     *("dbias_contributions_ptr", "dbias_ptr", "dedge_ptr", "dw_ptr"),
 )
@@ -80,13 +93,21 @@ def _add_document_starts(constants: dict[str, Any], documents: bool) -> dict[str
 
 
 def _build_processor_config(
-    name: str, heads: int, width: int, kernel_size: int, dtype_name: str, rows: int, documents: bool = False
+    name: str,
+    heads: int,
+    width: int,
+    kernel_size: int,
+    dtype_name: str,
+    rows: int,
+    documents: bool = False,
+    linear: bool = False,
 ) -> KernelConfig:
     kernel, dtype = PROCESSOR_KERNELS[name], DTYPES_BY_NAME[dtype_name]
     tile = choose_processor_tile(name, heads, width, kernel_size, rows, dtype)
-    constants = build_processor_constants(name, heads, width, kernel_size, dtype, tile, has_bias=True)
+    sizes = (heads, width, kernel_size)
+    constants = build_processor_constants(name, *sizes, dtype, tile, has_bias=True, is_linear=linear)
     constants = _add_document_starts(constants, documents)
-    step = " decode" if rows == DECODE_ROWS else " documents" if documents else ""
+    step = " decode" if rows == DECODE_ROWS else " documents" if documents else " linear" if linear else ""
     return KernelConfig(
         name=f"{name}{step} H={heads} D={width} k={kernel_size} {dtype_name}",
         kernel=kernel,
@@ -168,6 +189,30 @@ def _build_product_config(
         ),
         constexprs=constants,
         options=tile.options,
+    )
+
+
+def _build_mapped_config(
+    name: str, heads: int, dtype_name: str, *, documents: bool = False, sinks: bool = False, pairs: bool = True
+) -> KernelConfig:
+    """Build the configuration of a softmax with a map between the heads; `pairs`: dL is for the CUDA kernels."""
+    kernel: Any = MAPPED_KERNELS[name]
+    is_backward = name == "differentiate_mapped"
+    tile = choose_mapped_tile(heads, DTYPES_BY_NAME[dtype_name], is_backward=is_backward)
+    if is_backward:
+        constants = build_mapped_gradient_constants(heads, tile, in_pairs=pairs)
+    else:
+        constants = build_mapped_constants(heads, tile)
+        constants = constants if sinks else constants | {"sinks_ptr": None}
+    constants = _add_document_starts(constants, documents)
+    suffix = " documents" * documents + " sinks" * sinks + " last" * (not pairs)
+    return KernelConfig(
+        name=f"{name}{suffix} H={heads} {dtype_name}",
+        kernel=kernel,
+        signature=build_signature(kernel, constants, dtype_name, FLOAT32_POINTERS, ("C",)),
+        constexprs=constants,
+        options=tile.options,
+        spill_budget=SPILL_BUDGET_FLOAT32 if dtype_name == "fp32" else SPILL_BUDGET,
     )
 
 
@@ -261,7 +306,16 @@ def list_configurations() -> Iterator[KernelConfig]:
     for name in PRODUCT_KERNELS:
         yield _build_product_config(name, 64, "bf16", odd=True)
         yield _build_product_config(name, 64, "bf16", documents=True)
-        yield _build_product_config(name, 64, "bf16", add=True)
+        if name != "multiply":
+            yield _build_product_config(name, 64, "bf16", add=True)
+    for heads in (4, 8, 32):
+        for name in PROCESSOR_KERNELS:
+            yield _build_processor_config(name, heads, heads, 1, "bf16", ROWS, linear=True)
+    for name in MAPPED_KERNELS:
+        for heads in (4, 12, 16, 32):
+            for dtype_name in DTYPES_BY_NAME if heads == 16 else ("bf16",):
+                yield _build_mapped_config(name, heads, dtype_name, pairs=heads <= 16)
+        yield _build_mapped_config(name, 16, "bf16", documents=True, sinks=name == "map_weights")
     for add in (False, True):
         yield _build_sums_config(add=add)
     for name in ("gate_operands", "gate_gradients"):

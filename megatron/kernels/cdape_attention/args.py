@@ -8,6 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+MIN_MAPPED_ROWS = 8
+"""Minimum number of query rows of a sequence for which the kernels of a map after the softmax are used.
+
+A program takes a whole row of all heads, so a decoding step would occupy a single multiprocessor.
+"""
+
 
 class CdapeArgs(NamedTuple):
     """Arguments of one call of the operator, on any device.
@@ -48,6 +54,13 @@ class CdapeArgs(NamedTuple):
     """One logit per head, float32 [H], that joins those of every row's keys and has no value; or None."""
     scale: float | None = None
     """Factor of q·k; None means 1/√d."""
+    is_linear: bool = False
+    """True to omit LeakyReLU between both convolutions."""
+    head_map: Tensor | None = None
+    """Difference from the identity of a map between the heads, float32 [H, H], or None.
+
+    It maps the attention weights after the softmax: head h uses P_h + Σ_g head_map[h, g]·P_g. Sinks are not mapped.
+    """
 
 
 def check_shapes(args: CdapeArgs) -> None:
@@ -56,7 +69,7 @@ def check_shapes(args: CdapeArgs) -> None:
     Raises:
         ValueError: if they do not match, with the expected ones.
     """
-    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, _, sinks, _ = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, _, sinks, *_ = args
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"q is {list(q.shape)} and k {list(k.shape)}; they must be [B, H, R, d] and [B, H, C, d]")
     batch, heads, rows, dim = q.shape
@@ -85,6 +98,12 @@ def check_shapes(args: CdapeArgs) -> None:
         raise ValueError(f"bias is {bias.dtype}; it must be float32")
     if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32):
         raise ValueError(f"sinks is {sinks.dtype} {list(sinks.shape)}; it must be torch.float32 [{heads}]")
+    if (head_map := args.head_map) is not None and (
+        head_map.shape != (heads, heads) or head_map.dtype != torch.float32
+    ):
+        raise ValueError(
+            f"head_map is {head_map.dtype} {list(head_map.shape)}; it must be torch.float32 [{heads}, {heads}]"
+        )
     inputs = heads if bias is None else 2 * heads
     width, size = w1.shape[0], w1.shape[-1]
     if w1.shape != (width, inputs, 1, size) or width < 1 or size % 2 == 0:

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from megatron.kernels.cdape_attention.skewed_tiles import (
     FLOAT16_MAX,
-    NEGATIVE_SLOPE,
     begin_documents,
     compute_hidden_tile,
     copy_as_product,
@@ -42,9 +41,9 @@ DO_NOT_SPECIALIZE = [
 
 
 @triton.jit
-def activation_backward(gradient, hidden, alive, MASKED: tl.constexpr, SATURATE: tl.constexpr):
+def activation_backward(gradient, hidden, alive, MASKED: tl.constexpr, SATURATE: tl.constexpr, SLOPE: tl.constexpr):
     """Return the gradient before LeakyReLU and saturation."""
-    gradient = tl.where(hidden > 0, gradient, gradient * NEGATIVE_SLOPE)
+    gradient = tl.where(hidden > 0, gradient, gradient * SLOPE)
     if SATURATE:
         gradient = tl.where((hidden < FLOAT16_MAX) & (hidden > -FLOAT16_MAX), gradient, 0.0)
     if MASKED:
@@ -66,6 +65,7 @@ def dhidden_tile(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SATURATE: tl.constexpr,
+    SLOPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """Return the gradient of Conv1's result on a tile, float32 [PIXELS, BLOCK_D], before LeakyReLU and saturation.
@@ -84,7 +84,7 @@ def dhidden_tile(
             own = (dlogits,)  # type: ignore[assignment]
         weight = tl.load(w2_ptr + tap * BLOCK_H * BLOCK_D + width[None, :] * BLOCK_H + head[:, None])
         dhidden = tl.dot(dlogits, weight, dhidden, input_precision=INPUT_PRECISION)
-    return activation_backward(dhidden, hidden, alive, MASKED, SATURATE), own[0]  # type: ignore[misc]
+    return activation_backward(dhidden, hidden, alive, MASKED, SATURATE, SLOPE), own[0]  # type: ignore[misc]
 
 
 @triton.jit
@@ -117,6 +117,7 @@ def _processor_bwd_rows(
     BLOCK_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SATURATE: tl.constexpr,
+    SLOPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """Store dS of row blocks first … last − 1, and add to the sums over rows in the state.
@@ -155,7 +156,7 @@ def _processor_bwd_rows(
         hidden, _ = compute_hidden_tile(hidden, of_scores, w1_ptr, pixels, R, window, MASKED,
                                         CHANNELS, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
         dhidden, dlogits = dhidden_tile(of_logits, w2_ptr, pixels, hidden, R, window, MASKED,
-                                        CHANNELS, K, BLOCK_H, BLOCK_D, SATURATE, INPUT_PRECISION)
+                                        CHANNELS, K, BLOCK_H, BLOCK_D, SATURATE, SLOPE, INPUT_PRECISION)
         # fmt: on
 
         inner = dhidden
@@ -217,6 +218,7 @@ def _processor_bwd_kernel(
     BLOCK_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SATURATE: tl.constexpr,
+    SLOPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """Compute dS and partial sums for BLOCK_N − 2p distances of a split of the rows, all heads.
@@ -244,12 +246,12 @@ def _processor_bwd_kernel(
         first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
         state = _processor_bwd_rows(state, first, last - (end - whole), whole, end - whole, pointers, 0, top, extent,
                                     True, H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
-                                    INPUT_PRECISION)
+                                    SLOPE, INPUT_PRECISION)
         if whole < end:
             line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
             state = _processor_bwd_rows(state, whole, end, 0, 0, pointers, line, top, extent, False,
                                         H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
-                                        INPUT_PRECISION)
+                                        SLOPE, INPUT_PRECISION)
     else:
         first, last, line = begin_documents(bias_contributions_ptr, split, split_blocks, top, extent, PADDING, D,
                                             BLOCK_D, BLOCK_M, BLOCK_N)
@@ -258,11 +260,11 @@ def _processor_bwd_kernel(
             if whole:
                 state = _processor_bwd_rows(state, index, index + 1, 0, 0, pointers, line, top, extent, False,
                                             H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
-                                            INPUT_PRECISION)
+                                            SLOPE, INPUT_PRECISION)
             elif reached:
                 state = _processor_bwd_rows(state, index, index + 1, last, 0, pointers, 0, top, extent, True,
                                             H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N, HAS_BIAS, SATURATE,
-                                            INPUT_PRECISION)
+                                            SLOPE, INPUT_PRECISION)
     # fmt: on
     bias_contribution_sum, bias_sum = state
     m = tl.arange(0, BLOCK_N)
@@ -295,6 +297,7 @@ def _processor_bwd_dw_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SATURATE: tl.constexpr,
+    SLOPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """Add row blocks to both weights' gradients [BLOCK_D, BLOCK_KC]; the blocks are those of `_processor_bwd_rows`.
@@ -336,10 +339,10 @@ def _processor_bwd_dw_rows(
             hidden = repeat_rows(line, BLOCK_M, BLOCK_N)
         hidden = tl.dot(patch, tl.load(w1_ptr + of_weight), hidden, input_precision=INPUT_PRECISION)
         dhidden = tl.dot(output, tl.load(w2_ptr + of_weight), input_precision=INPUT_PRECISION)
-        dhidden = activation_backward(dhidden, hidden, alive, MASKED, SATURATE)
+        dhidden = activation_backward(dhidden, hidden, alive, MASKED, SATURATE, SLOPE)
 
         first_sum = tl.dot(tl.trans(dhidden.to(compute)), patch, first_sum, input_precision=INPUT_PRECISION)
-        active = leaky_relu(saturate(hidden, SATURATE))
+        active = leaky_relu(saturate(hidden, SATURATE), SLOPE)
         if MASKED:
             active = tl.where(alive[:, None], active, 0.0)
         second_sum = tl.dot(tl.trans(active.to(compute)), output, second_sum, input_precision=INPUT_PRECISION)
@@ -372,6 +375,7 @@ def _processor_bwd_dw_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SATURATE: tl.constexpr,
+    SLOPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """Compute partial weight gradients for BLOCK_N distances, from −p on, of a split of the rows.
@@ -394,12 +398,12 @@ def _processor_bwd_dw_kernel(
         first, whole, end, last = split_row_blocks(split, split_blocks, top, extent, PADDING, BLOCK_M, BLOCK_N)
         state = _processor_bwd_dw_rows(state, first, last - (end - whole), whole, end - whole, pointers, 0, top, extent,
                                        True, CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
-                                       INPUT_PRECISION)
+                                       SLOPE, INPUT_PRECISION)
         if whole < end:
             line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
             state = _processor_bwd_dw_rows(state, whole, end, 0, 0, pointers, line, top, extent, False,
                                            CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
-                                           INPUT_PRECISION)
+                                           SLOPE, INPUT_PRECISION)
     else:
         first, last, line = begin_documents(bias_contributions_ptr, split, split_blocks, top, extent, PADDING, D,
                                             BLOCK_D, BLOCK_M, BLOCK_N)
@@ -408,11 +412,11 @@ def _processor_bwd_dw_kernel(
             if whole:
                 state = _processor_bwd_dw_rows(state, index, index + 1, 0, 0, pointers, line, top, extent, False,
                                                CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
-                                               INPUT_PRECISION)
+                                               SLOPE, INPUT_PRECISION)
             elif reached:
                 state = _processor_bwd_dw_rows(state, index, index + 1, last, 0, pointers, 0, top, extent, True,
                                                CHANNELS, D, K, BLOCK_KC, BLOCK_D, BLOCK_M, BLOCK_N, SATURATE,
-                                               INPUT_PRECISION)
+                                               SLOPE, INPUT_PRECISION)
     # fmt: on
     first_sum, second_sum = state
     channel, width = tl.arange(0, BLOCK_KC), tl.arange(0, BLOCK_D)

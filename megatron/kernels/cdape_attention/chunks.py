@@ -41,6 +41,8 @@ class CdapeProblem:
     """int32 [B, R], positions at which the rows' documents begin. E then starts at position 0."""
     sinks: Tensor | None = None
     """Sinks, float32 [H], contiguous."""
+    head_map: Tensor | None = None
+    """Map of the attention weights (`args.CdapeArgs`), float32 [H, H], contiguous."""
     uses_mixer: bool = False
     """True if both passes use the CUDA kernels (`mixer.py`) for the shapes that they support."""
     operands: MixerOperands | None = None
@@ -67,8 +69,11 @@ class CdapeProblem:
 
     def constants(self, kernel: str, tile: Tile) -> dict[str, Any]:
         """Return the constants of a processor kernel."""
-        width, size = self.shape.width, self.shape.kernel_size
-        return build_processor_constants(kernel, self.heads, width, size, self.dtype, tile, has_bias=self.has_bias)
+        shape = self.shape
+        sizes = (shape.heads, shape.width, shape.kernel_size)
+        return build_processor_constants(
+            kernel, *sizes, self.dtype, tile, has_bias=self.has_bias, is_linear=shape.is_linear
+        )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from megatron.kernels.cdape_attention.scores import GROUP, SMALL_GROUP, count_pa
 from megatron.kernels.head_dim import build_head_dim_constants, pad_for_dot
 from megatron.kernels.runtime import INPUT_PRECISION, DeviceProperties, Tile
 
+NEGATIVE_SLOPE = 0.01
+"""Slope of LeakyReLU at negative numbers."""
 STAGES = 1
 """Stages of the processor kernels.
 
@@ -93,9 +95,17 @@ def choose_heads_tile(rows: int, dtype: torch.dtype) -> Tile:
 
 @cache
 def build_processor_constants(
-    kernel: str, heads: int, width: int, kernel_size: int, dtype: torch.dtype, tile: Tile, *, has_bias: bool
+    kernel: str,
+    heads: int,
+    width: int,
+    kernel_size: int,
+    dtype: torch.dtype,
+    tile: Tile,
+    *,
+    has_bias: bool,
+    is_linear: bool = False,
 ) -> dict[str, Any]:
-    """Return the constants of a processor kernel."""
+    """Return the constants of a processor kernel; `is_linear`: without an activation (`weights.WeightShape`)."""
     constants = {
         "H": heads,
         "CHANNELS": count_padded_channels(heads),
@@ -104,6 +114,7 @@ def build_processor_constants(
         "BLOCK_D": pad_for_dot(width),
         **tile.blocks,
         "SATURATE": dtype == torch.float16,
+        "SLOPE": 1.0 if is_linear else NEGATIVE_SLOPE,
         "INPUT_PRECISION": INPUT_PRECISION,
     }
     if kernel == "mix_bwd_dw":

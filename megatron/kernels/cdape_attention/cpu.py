@@ -89,7 +89,9 @@ def cdape_attention(args: CdapeArgs) -> Tensor:
     arbitrary, and k is at most MAX_KERNEL_SIZE.
     """
     check_shapes(args)
-    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale, *_ = args
+    if args.is_linear or args.head_map is not None:
+        raise ValueError("is_linear and head_map need the kernels for GPUs")
     inputs = {"q": q, "k": k, "v": v, "bias": bias, "w1": w1, "b1": b1, "w2": w2, "b2": b2}
     for name, x in inputs.items():
         if x is not None and (x.dtype != torch.float32 or x.device.type != "cpu"):

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron.kernels.cdape_attention import mixer_chunks
 from megatron.kernels.cdape_attention.bias_product import BiasProduct
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk, list_chunks
+from megatron.kernels.cdape_attention.head_map import average_mapped_values, differentiate_mapped_softmax
 from megatron.kernels.cdape_attention.head_products import (
     AttentionOutput,
     allocate_key_gradients,
@@ -50,6 +51,12 @@ def compute_maps(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor)
     return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
 
 
+def uses_mixer_sums(problem: CdapeProblem, k: Tensor, chunk_rows: int) -> bool:
+    """Return True if the CUDA kernels compute the backward pass of some chunk."""
+    families = mixer_chunks.list_backward_kernels(problem)
+    return any(mixer_chunks.choose_kernels(problem, chunk, k, families) for chunk in list_chunks(problem, chunk_rows))
+
+
 def forward(
     scaled: Tensor, k: Tensor, v: Tensor, problem: CdapeProblem, chunk_rows: int, *, needs_gradients: bool
 ) -> AttentionOutput:
@@ -59,17 +66,16 @@ def forward(
         scaled: scale · q; like k and v contiguous.
         needs_gradients: True if a backward pass may follow, for which a residue may be kept.
     """
-    chunks = list_chunks(problem, chunk_rows)
-    needs_residue = needs_gradients and any(
-        mixer_chunks.choose_kernels(problem, chunk, k, mixer_chunks.BACKWARD_KERNELS) for chunk in chunks
-    )
+    # With a map after the softmax, dO·O does not replace the sums of P ∘ dP.
+    needs_residue = needs_gradients and problem.head_map is None and uses_mixer_sums(problem, k, chunk_rows)
     attended = allocate_output(scaled, needs_residue=needs_residue)
+    average = average_values if problem.head_map is None else average_mapped_values
 
     def attend(chunk: Chunk) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
-        average_values(problem, chunk, compute_logits(problem, chunk, scaled, k), v, attended)
+        average(problem, chunk, compute_logits(problem, chunk, scaled, k), v, attended)
 
-    for chunk in chunks:
+    for chunk in list_chunks(problem, chunk_rows):
         attend(chunk)
     return attended
 
@@ -85,8 +91,8 @@ def backward(
     terms: TermSums,
     scale: float,
     chunk_rows: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and sinks, and add the layer's others to `terms`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of q, k, v, sinks and the head map, and add the layer's others to `terms`.
 
     Those of k and v are as from `allocate_key_gradients`.
 
@@ -104,22 +110,38 @@ def backward(
     dk, dv = allocate_key_gradients(chunks, k)
     dq = torch.empty_like(scaled)
     means = torch.empty(stats.shape[1:], dtype=torch.float32, device=v.device)  # each row's Σ P ∘ dP
+    families = mixer_chunks.list_backward_kernels(problem)
+    head_map = problem.head_map
+    dmap = None if head_map is None else torch.zeros_like(head_map)
+    contiguous_dout = dout if head_map is None else dout.contiguous()
 
     def differentiate_chunk(chunk: Chunk, *, is_first: bool) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
         is_only = len(chunks) == 1
-        kernels = mixer_chunks.choose_kernels(problem, chunk, k, mixer_chunks.BACKWARD_KERNELS)
+        kernels = mixer_chunks.choose_kernels(problem, chunk, k, families)
         if kernels is not None:
             inputs = mixer_chunks.build_logit_inputs(problem, chunk, scaled, k)
-            maps = mixer_chunks.differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, kernels[0])
+            if dmap is None:
+                maps = mixer_chunks.differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, kernels[0])
+            else:
+                maps = mixer_chunks.allocate_logit_gradients(chunk, v)
+                logits = compute_logits(problem, chunk, scaled, k)
+                of_rows = (stats, means)
+                dmap.add_(differentiate_mapped_softmax(problem, chunk, logits, v, contiguous_dout, of_rows, maps))
+                del logits
             dscores = maps.probabilities
             multiply_transposed(problem, chunk, maps.probabilities, dout, dv, is_only=is_only)
             of_layer = problem, product, chunk, inputs, maps, terms
-            mixer_chunks.differentiate_mixer_of_layer(*of_layer, kernels[1:], is_first=is_first)  # dS over P
+            mixer_chunks.differentiate_mixer_of_layer(*of_layer, kernels[-2:], is_first=is_first)  # dS over P
         else:
             all_maps = compute_maps(problem, chunk, scaled, k)
             dscores = all_maps.dscores
-            softmax_backward(problem, chunk, all_maps, v, dout, stats, means)
+            if dmap is None:
+                softmax_backward(problem, chunk, all_maps, v, dout, stats, means)
+            else:
+                results = all_maps.probabilities, all_maps.dlogits
+                own = (problem, chunk, all_maps.logits, v, contiguous_dout, (stats, means), results)
+                dmap.add_(differentiate_mapped_softmax(*own))
             multiply_transposed(problem, chunk, all_maps.probabilities, dout, dv, is_only=is_only)
             differentiate_weights(problem, chunk, all_maps, terms, is_first=is_first)
             differentiate_processor(problem, product, chunk, all_maps, terms, is_first=is_first)  # dS over P
@@ -127,4 +149,5 @@ def backward(
 
     for index, chunk in enumerate(chunks):
         differentiate_chunk(chunk, is_first=index == 0)
-    return dq, dk, dv, None if problem.sinks is None else differentiate_sinks(problem.sinks, stats, means)
+    dsinks = None if problem.sinks is None else differentiate_sinks(problem.sinks, stats, means)
+    return dq, dk, dv, dsinks, dmap

@@ -40,6 +40,7 @@ def _processor_fwd_tile(
     BLOCK_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SATURATE: tl.constexpr,
+    SLOPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """Compute the logits of rows `first` … at distances `top`, top − 1, …. Unless MASKED, the tile must be whole."""
@@ -64,7 +65,7 @@ def _processor_fwd_tile(
     hidden, scores = compute_hidden_tile(hidden, of_scores, w1_ptr, (row, n, j, alive), R, window, MASKED,
                                          CHANNELS, K, BLOCK_H, BLOCK_D, INPUT_PRECISION)
     # fmt: on
-    active = leaky_relu(saturate(hidden, SATURATE))
+    active = leaky_relu(saturate(hidden, SATURATE), SLOPE)
     if MASKED:
         active = tl.where(alive[:, None], active, 0.0)
     active = active.to(w2_ptr.dtype.element_ty)
@@ -124,6 +125,7 @@ def _processor_fwd_kernel(
     BLOCK_N: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SATURATE: tl.constexpr,
+    SLOPE: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """Compute the logits of BLOCK_M rows and BLOCK_N − 2p distances, all heads. Grid: distances, rows, batch."""
@@ -149,8 +151,8 @@ def _processor_fwd_kernel(
     # fmt: off
     if is_whole_tile(top, least, first + BLOCK_M, R, window, PADDING, BLOCK_N):
         _processor_fwd_tile(pointers, first, top, extent, False, H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N,
-                            HAS_BIAS, SATURATE, INPUT_PRECISION)
+                            HAS_BIAS, SATURATE, SLOPE, INPUT_PRECISION)
     else:
         _processor_fwd_tile(pointers, first, top, extent, True, H, CHANNELS, D, K, BLOCK_H, BLOCK_D, BLOCK_M, BLOCK_N,
-                            HAS_BIAS, SATURATE, INPUT_PRECISION)
+                            HAS_BIAS, SATURATE, SLOPE, INPUT_PRECISION)
     # fmt: on

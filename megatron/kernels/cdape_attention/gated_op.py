@@ -154,6 +154,8 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
     columns = args.offset + rows
     if args.bias is not None:
         raise ValueError("a bias of gates cannot be combined with a bias table")
+    if args.is_linear or args.head_map is not None:
+        raise ValueError("a bias of gates cannot be combined with a linear processor or a head map")
     check_shapes(args._replace(w1=args.w1[:, :heads]))
     if args.w1.shape[1] != 2 * heads or row_bias.shape != (batch, heads, rows) or key_bias.shape[2] < columns:
         raise ValueError(

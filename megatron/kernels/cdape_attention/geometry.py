@@ -54,6 +54,8 @@ class KernelForm(NamedTuple):
     """Width of the processor, padded by `pad_sizes`."""
     is_gated: bool = False
     """True if the bias is a row term plus a column term (`gate_terms.py`)."""
+    is_linear: bool = False
+    """True without an activation between both convolutions."""
 
     @property
     def weight_slices(self) -> int:
@@ -119,7 +121,8 @@ class KernelFamily(NamedTuple):
         shared_bytes = tile.held_tensors * tile.rows * form.heads * 2 * form.dim + self.count_bytes(tile, form)
         sizes = f"{form.padding}, {tile.columns}, {tile.rows // 16}, {form.dim}"
         variant = f"{ELEMENTS[form.dtype]}, {str(form.is_local).lower()}"
-        geometry = f"Geometry<{sizes}, {variant}, {form.heads}, {form.width}{', true' * form.is_gated}>"
+        bias = f", {str(form.is_gated).lower()}" if form.is_gated or form.is_linear else ""
+        geometry = f"Geometry<{sizes}, {variant}, {form.heads}, {form.width}{bias}{', true' * form.is_linear}>"
         code = CudaKernel(
             FOLDER,
             self.header,

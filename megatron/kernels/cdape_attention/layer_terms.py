@@ -173,17 +173,18 @@ def compute_layer_terms(
     window: int | None,
     dtype: torch.dtype,
     residual_bias: bool,
+    is_linear: bool = False,
 ) -> list[LayerTerms] | None:
     """Return the terms of layers with equal call sizes, for one call of each, or None if they are too large together.
 
     Args:
         biases: float32 [H, N] of each layer, N ≥ offset + R, or None.
         weights: weights of each layer, all in one type.
-        rows, offset, window, residual_bias: as in `args.CdapeArgs`.
+        rows, offset, window, residual_bias, is_linear: as in `args.CdapeArgs`.
         dtype: type of the queries.
     """
     w1, _, w2, _ = weights[0]
-    shape = get_weight_shape(w2.shape[0], w1.shape[0], w1.shape[-1], biases is not None)
+    shape = get_weight_shape(w2.shape[0], w1.shape[0], w1.shape[-1], biases is not None, is_linear)
     product = get_bias_product(shape, rows, offset, window, dtype)
     if len(weights) * product.num_contributions > MAX_ENTRIES:
         return None

@@ -13,7 +13,14 @@ from megatron.kernels.cdape_attention import logit_kernels, mixer
 from megatron.kernels.cdape_attention.bias_product import BiasProduct
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.gate_terms import GateOperands
-from megatron.kernels.cdape_attention.geometry import KernelFamily, KernelForm, MixerKernel, choose_kernel, pad_sizes
+from megatron.kernels.cdape_attention.geometry import (
+    HEADS,
+    KernelFamily,
+    KernelForm,
+    MixerKernel,
+    choose_kernel,
+    pad_sizes,
+)
 from megatron.kernels.cdape_attention.head_products import AttentionOutput
 from megatron.kernels.cdape_attention.term_sums import TermSums, add_sums, pair_edges
 from megatron.kernels.cdape_attention.weights import WeightShape
@@ -22,6 +29,11 @@ from megatron.kernels.runtime import get_arch, get_device_properties
 
 FORWARD_KERNELS = (logit_kernels.LOGIT_KERNELS,)
 BACKWARD_KERNELS = (logit_kernels.LOGIT_GRADIENT_KERNELS, mixer.SCORE_GRADIENT_KERNELS, mixer.WEIGHT_GRADIENT_KERNELS)
+
+
+def list_backward_kernels(problem: CdapeProblem) -> tuple[KernelFamily, ...]:
+    """Return the kernels of the backward pass. With a map after the softmax, that for P and dL is another one."""
+    return BACKWARD_KERNELS if problem.head_map is None else BACKWARD_KERNELS[1:]
 
 
 def choose_kernels(
@@ -51,7 +63,8 @@ def _choose_for_shape(
     are_supported = all(mixer.is_supported(shape, dtype, dim, columns, family.limits) for family in families)
     if arch is None or not (are_supported and mixer.has_compiler()):
         return None
-    form = KernelForm(shape.kernel_size, dim, dtype, is_local, *pad_sizes(shape.heads, shape.width))
+    sizes = pad_sizes(shape.heads, shape.width)
+    form = KernelForm(shape.kernel_size, dim, dtype, is_local, *sizes, is_linear=shape.is_linear)
     kernels = [choose_kernel(family, form, arch) for family in families]
     found = tuple(kernel for kernel in kernels if kernel is not None)
     return found if len(found) == len(kernels) else None
@@ -90,6 +103,15 @@ def find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.ColumnSpans | None:
     if chunk.document_starts is None and chunk.right <= problem.window:
         return None
     return mixer.ColumnSpans(problem.window, chunk.left, chunk.document_starts)
+
+
+def allocate_logit_gradients(chunk: Chunk, v: Tensor) -> logit_kernels.LogitGradients:
+    """Allocate the maps of a chunk that the kernels for dS and the weights read, for values [B, H, columns, d]."""
+    batch, heads, _, _ = v.shape
+    columns = chunk.right - chunk.left
+    return logit_kernels.LogitGradients(
+        v.new_empty(batch, heads, chunk.rows, columns), v.new_empty(batch, chunk.rows, HEADS // 2, columns, 2)
+    )
 
 
 def differentiate_softmax_of_chunk(

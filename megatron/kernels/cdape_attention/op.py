@@ -52,7 +52,8 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         RuntimeError: if a kernel cannot run on the tensors' device (a CPU without Triton's interpreter).
     """
     check_shapes(args)
-    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale = args
+    q, k, v, bias, w1, b1, w2, b2, offset, window, document_starts, residual_bias, sinks, scale, *_ = args
+    head_map = args.head_map
     if document_starts is not None and document_starts.device != q.device:
         raise ValueError(f"document_starts is on {document_starts.device} and q on {q.device}")
     if sinks is not None and sinks.device != q.device:
@@ -72,14 +73,14 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
         if not terms.fits(q, offset, window):
             raise ValueError("precomputed terms do not match the shape of this call")
         attended: Tensor = get_uncompiled_apply(_AttendWithTerms)(
-            *(q, k, v, sinks, terms.anchor, terms, scale, min(chunk, rows)),
-            _needs_gradients(q, k, v, sinks, terms.anchor),
+            *(q, k, v, sinks, head_map, terms.anchor, terms, scale, min(chunk, rows)),
+            _needs_gradients(q, k, v, sinks, head_map, terms.anchor),
         )
         return attended
     apply = get_uncompiled_apply(_CdapeAttention)
-    tensors = (q, k, v, bias, w1, b1, w2, b2, sinks)
-    options = (offset, window, document_starts, residual_bias, scale, min(chunk, rows), _needs_gradients(*tensors))
-    output: Tensor = apply(*tensors, *options)
+    tensors = (q, k, v, bias, w1, b1, w2, b2, sinks, head_map)
+    options = (offset, window, document_starts, residual_bias, args.is_linear, scale, min(chunk, rows))
+    output: Tensor = apply(*tensors, *options, _needs_gradients(*tensors))
     return output
 
 
@@ -127,17 +128,19 @@ class _CdapeAttention(torch.autograd.Function):
         w2: Tensor,
         b2: Tensor,
         sinks: Tensor | None,
+        head_map: Tensor | None,
         offset: int,
         window: int | None,
         document_starts: Tensor | None,
         residual_bias: bool,
+        is_linear: bool,
         scale: float,
         chunk: int,
         needs_gradients: bool,
     ) -> Tensor:
         get_arch(q)  # raises if no kernel can run
         heads, rows = q.shape[1:3]
-        shape = get_weight_shape(heads, w1.shape[0], w1.shape[-1], bias is not None)
+        shape = get_weight_shape(heads, w1.shape[0], w1.shape[-1], bias is not None, is_linear)
         # Rows of packed documents can have any distance from their left edge.
         of_rows = (rows, offset) if document_starts is None else (offset + rows, 0)
         product = get_bias_product(shape, *of_rows, window, q.dtype)
@@ -145,13 +148,12 @@ class _CdapeAttention(torch.autograd.Function):
         biases = None if bias is None else bias[None]
         contributions, packed = compute_terms(product, biases, [(w1, b1, w2, b2)])
         (problem,) = build_problems(product, contributions, biases, packed, residual_bias=residual_bias)
-        problem = replace(
-            problem, rows=rows, offset=offset, document_starts=document_starts, sinks=_make_contiguous(sinks)
-        )
+        problem = replace(problem, rows=rows, offset=offset, document_starts=document_starts)
+        problem = replace(problem, sinks=_make_contiguous(sinks), head_map=_make_contiguous(head_map))
         problem = replace(problem, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
         # `save_for_backward` frees these tensors after the backward pass.
-        ctx.save_for_backward(*kept, biases, contributions, document_starts, problem.sinks, *packed)
+        ctx.save_for_backward(*kept, biases, contributions, document_starts, problem.sinks, problem.head_map, *packed)
         ctx.residual_bias = residual_bias
         ctx.product, ctx.offset, ctx.scale, ctx.chunk = product, offset, scale, chunk
         ctx.uses_mixer = problem.uses_mixer
@@ -161,17 +163,16 @@ class _CdapeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, len(PackedWeights._fields)
-        *kept, biases, contributions, document_starts, sinks = saved[:-count]
+        *kept, biases, contributions, document_starts, sinks, head_map = saved[:-count]
         packed, product = PackedWeights(*saved[-count:]), ctx.product
         (problem,) = build_problems(product, contributions, biases, packed, residual_bias=ctx.residual_bias)
-        problem = replace(
-            problem, rows=kept[0].shape[2], offset=ctx.offset, document_starts=document_starts, sinks=sinks
-        )
-        problem = replace(problem, uses_mixer=ctx.uses_mixer)
-        sums = _allocate_sums(problem, product, 0 if biases is None else biases.shape[2], kept)
-        *dqkv, dsinks = _attend_backward(dout, kept, problem, product, sums.select_layer(0), ctx)
+        problem = replace(problem, rows=kept[0].shape[2], offset=ctx.offset, document_starts=document_starts)
+        problem = replace(problem, sinks=sinks, head_map=head_map, uses_mixer=ctx.uses_mixer)
+        num_distances = 0 if biases is None else biases.shape[2]
+        sums = _allocate_sums(problem, product, num_distances, _has_mixer_sums(problem, kept, ctx.chunk))
+        *dqkv, dsinks, dmap = _attend_backward(dout, kept, problem, product, sums.select_layer(0), ctx)
         (dbias,), (dweights,) = differentiate_terms(product, biases, packed.bias_weight, sums, ctx.dtypes)
-        return (*dqkv, None if biases is None else dbias, *dweights, dsinks, *(None,) * 7)
+        return (*dqkv, None if biases is None else dbias, *dweights, dsinks, dmap, *(None,) * 8)
 
 
 class _AttendWithTerms(torch.autograd.Function):
@@ -184,6 +185,7 @@ class _AttendWithTerms(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        head_map: Tensor | None,
         anchor: Tensor,
         terms: LayerTerms,
         scale: float,
@@ -191,30 +193,33 @@ class _AttendWithTerms(torch.autograd.Function):
         needs_gradients: bool,
     ) -> Tensor:
         get_arch(q)
-        sinks = _make_contiguous(sinks)
-        problem = _configure(terms.problem, sinks, uses_mixer=mixer.is_enabled())
+        sinks, head_map = _make_contiguous(sinks), _make_contiguous(head_map)
+        problem = _configure(terms.problem, sinks, head_map, uses_mixer=mixer.is_enabled())
         output, kept = _attend(q, k, v, problem, scale, chunk, needs_gradients=needs_gradients)
-        ctx.save_for_backward(*kept, sinks)
+        ctx.save_for_backward(*kept, sinks, head_map)
         ctx.node, ctx.terms, ctx.scale, ctx.chunk = anchor.grad_fn, terms, scale, chunk
         ctx.uses_mixer = problem.uses_mixer
         return output
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, sinks = ctx.saved_tensors
-        problem, product = _configure(ctx.terms.problem, sinks, uses_mixer=ctx.uses_mixer), ctx.terms.product
+        *kept, sinks, head_map = ctx.saved_tensors
+        problem = _configure(ctx.terms.problem, sinks, head_map, uses_mixer=ctx.uses_mixer)
+        product, uses_mixer = ctx.terms.product, _has_mixer_sums(problem, kept, ctx.chunk)
         if ctx.node is None:  # neither table nor weights need a gradient
-            sums = _allocate_sums(problem, product, problem.bias_table.shape[1], kept).select_layer(0)
+            sums = _allocate_sums(problem, product, problem.bias_table.shape[1], uses_mixer).select_layer(0)
         else:
-            sums = get_layer_sums(ctx.node, problem, uses_mixer=_has_residue(kept))
+            sums = get_layer_sums(ctx.node, problem, uses_mixer=uses_mixer)
         return (*_attend_backward(dout, kept, problem, product, sums, ctx), *(None,) * 5)
 
 
-def _configure(problem: CdapeProblem, sinks: Tensor | None, *, uses_mixer: bool) -> CdapeProblem:
-    """Return the problem with these sinks and kernels. A copy takes as long as a launch, and is seldom needed."""
-    if sinks is problem.sinks and uses_mixer == problem.uses_mixer:
+def _configure(
+    problem: CdapeProblem, sinks: Tensor | None, head_map: Tensor | None, *, uses_mixer: bool
+) -> CdapeProblem:
+    """Return the problem with these tensors and kernels. A copy takes as long as a launch, and is seldom needed."""
+    if sinks is problem.sinks and head_map is problem.head_map and uses_mixer == problem.uses_mixer:
         return problem
-    return replace(problem, sinks=sinks, uses_mixer=uses_mixer)
+    return replace(problem, sinks=sinks, head_map=head_map, uses_mixer=uses_mixer)
 
 
 def _make_contiguous(x: Tensor | None) -> Tensor | None:
@@ -235,17 +240,18 @@ def _attend(
     return output, (scaled, k, v, stats, None if residue is None else output, residue)
 
 
-def _has_residue(kept: Sequence[Tensor | None]) -> bool:
+def _has_mixer_sums(problem: CdapeProblem, kept: Sequence[Any], chunk_rows: int) -> bool:
     """Return True if the CUDA kernels compute the backward pass of a call that saved these tensors."""
-    return kept[-1] is not None
+    *_, residue = kept
+    if problem.head_map is None:
+        return residue is not None
+    return driver.uses_mixer_sums(problem, kept[1], chunk_rows)
 
 
-def _allocate_sums(
-    problem: CdapeProblem, product: BiasProduct, num_distances: int, kept: Sequence[Tensor | None]
-) -> TermSums:
+def _allocate_sums(problem: CdapeProblem, product: BiasProduct, num_distances: int, uses_mixer: bool) -> TermSums:
     """Return zero-initialized sums for a single call, with L = 1."""
     sums = allocate_term_sums(1, product, num_distances, problem.bias_contributions.device)
-    return add_mixer_sums(sums, problem) if _has_residue(kept) else sums
+    return add_mixer_sums(sums, problem) if uses_mixer else sums
 
 
 def _attend_backward(
@@ -255,8 +261,8 @@ def _attend_backward(
     product: BiasProduct,
     sums: TermSums,
     ctx: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and the sinks, and add the others to the layer's sums."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of q, k, v, the sinks and the head map, and add the others to the layer's sums."""
     scaled, k, v, stats, output, residue = kept
     attended = AttentionOutput(output, stats, residue)
     if output is not None and dout.stride() != output.stride():
@@ -264,5 +270,6 @@ def _attend_backward(
     elif dout.stride(3) != 1:
         dout = dout.contiguous()
     with launch_context(scaled):
-        dq, dk, dv, dsinks = driver.backward(dout, scaled, k, v, attended, problem, product, sums, ctx.scale, ctx.chunk)
-    return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), dsinks
+        dq, dk, dv, *rest = driver.backward(dout, scaled, k, v, attended, problem, product, sums, ctx.scale, ctx.chunk)
+    dsinks, dmap = rest
+    return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), dsinks, dmap

@@ -1,4 +1,4 @@
-"""Products of a chunk's maps with head rows over visible elements: dV = PᵀdO, dK = dSᵀQ and dQ = dS·K.
+"""Products of a chunk's maps with head rows over visible elements: dV = PᵀdO, dK = dSᵀQ, dQ = dS·K and O = P'·V.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension, in two blocks as in
 `kernels.head_dim`. PyTorch's matrix product reads whole maps, half of which are masked. These kernels skip fully masked
@@ -65,13 +65,13 @@ def _multiply_rows(
 ):
     """Compute scale · map · x for BLOCK_M rows of a head.
 
-    Pointers are those of the map, of x and of the result; sizes are the rows of the result and of x.
+    Pointers are those of the map, of x and of the head's result; sizes are the rows of x, and the elements from one row
+    of the result to the next.
     """
     map_ptr, x_ptr, out_ptr = pointers
     R, C = extent[0], extent[1]
     map_ptr += pair * R * C
-    x_ptr += pair * sizes[1] * HEAD_DIM
-    out_ptr += pair * sizes[0] * HEAD_DIM
+    x_ptr += pair * sizes[0] * HEAD_DIM
     row = start + tl.arange(0, BLOCK_M)
     state = (tl.zeros([BLOCK_M, BLOCK_DA], tl.float32), tl.zeros([BLOCK_M, max(BLOCK_DB, 16)], tl.float32))
     pointers = (map_ptr, x_ptr)
@@ -82,9 +82,9 @@ def _multiply_rows(
     state = _add_columns(state, whole, end, 0, 0, pointers, row, extent, False,
                          HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
     # fmt: on
-    store_rows(out_ptr, state[0] * scale, start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M)
+    store_rows(out_ptr, state[0] * scale, start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, sizes[1])
     if BLOCK_DB:
-        store_rows(out_ptr, state[1] * scale, start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
+        store_rows(out_ptr, state[1] * scale, start, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M, sizes[1])
 
 
 @triton.jit
@@ -225,6 +225,43 @@ def _multiply_transposed_kernel(
     # fmt: on
 
 
+@triton.jit(do_not_specialize=["H", "R", "C", "first_row", "first_column", "window", "C_total"])
+def _multiply_kernel(
+    map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
+    x_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
+    out_ptr,  # [B, H, R, d] compute type, the chunk's rows; the last dimension is contiguous
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    H,
+    R,
+    C,
+    first_row,
+    first_column,
+    window,
+    C_total,
+    stride_batch,
+    stride_head,
+    stride_row,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DA: tl.constexpr,
+    BLOCK_DB: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ADD: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Compute out = map · x for BLOCK_M rows of a head. Grid: rows, longest first; heads of the whole batch."""
+    tl.static_assert(not ADD)
+    start, pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M, tl.program_id(1).to(tl.int64)
+    out_ptr += pair // H * stride_batch + pair % H * stride_head
+    if document_starts_ptr is not None:
+        document_starts_ptr += pair // H * R
+    extent = (R, C, first_row, first_column, window, document_starts_ptr)
+    # fmt: off
+    _multiply_rows(start, pair, (map_ptr, x_ptr, out_ptr), extent, (C_total, stride_row), 1.0,
+                   HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
+    # fmt: on
+
+
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _differentiate_scores_kernel(
     map_ptr,  # dS, [B, H, R, C] compute type, read where a row sees the column
@@ -263,7 +300,8 @@ def _differentiate_scores_kernel(
     if tl.program_id(2) == 0:
         start = (tl.cdiv(R, BLOCK_M) - 1 - index) * BLOCK_M
         if start >= 0:
-            _multiply_rows(start, pair, (map_ptr, k_ptr, dq_ptr), extent, (R_total, C_total), scale,
+            pointers = (map_ptr, k_ptr, dq_ptr + pair * R_total * HEAD_DIM)
+            _multiply_rows(start, pair, pointers, extent, (C_total, HEAD_DIM), scale,
                            HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
     elif index * BLOCK_N < C:
         pointers = (map_ptr + pair * R * C, q_ptr + pair * R_total * HEAD_DIM, dk_ptr + pair * C_total * HEAD_DIM)

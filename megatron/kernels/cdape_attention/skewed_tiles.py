@@ -15,7 +15,6 @@ as the left edge. The location of a pixel in a map does not depend on j.
 import triton
 import triton.language as tl
 
-NEGATIVE_SLOPE = tl.constexpr(0.01)  # of LeakyReLU
 FLOAT16_MAX = tl.constexpr(65504.0)
 
 
@@ -28,9 +27,9 @@ def saturate(x, SATURATE: tl.constexpr):
 
 
 @triton.jit
-def leaky_relu(x):
-    """Apply LeakyReLU with a slope below 1."""
-    return tl.maximum(x, x * NEGATIVE_SLOPE)
+def leaky_relu(x, SLOPE: tl.constexpr):
+    """Apply LeakyReLU with a slope of at most 1; with 1 it changes nothing."""
+    return tl.maximum(x, x * SLOPE)
 
 
 @triton.jit

@@ -31,6 +31,8 @@ class WeightShape:
     kernel_size: int
     has_bias: bool
     """True if Conv1 reads a bias."""
+    is_linear: bool = False
+    """True without an activation between both convolutions, False with LeakyReLU."""
 
     @cached_property
     def padding(self) -> int:
@@ -64,9 +66,9 @@ class WeightShape:
 
 
 @cache
-def get_weight_shape(heads: int, width: int, kernel_size: int, has_bias: bool) -> WeightShape:
+def get_weight_shape(heads: int, width: int, kernel_size: int, has_bias: bool, is_linear: bool = False) -> WeightShape:
     """Return the shape for calls of these sizes, cached with its derived sizes."""
-    return WeightShape(heads, width, kernel_size, has_bias)
+    return WeightShape(heads, width, kernel_size, has_bias, is_linear)
 
 
 class PackedWeights(NamedTuple):

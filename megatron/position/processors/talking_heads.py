@@ -12,8 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from megatron.position.base import ConvolutionParameters
 from megatron.position.facts import AttentionDims, OptionError, ProcessorCost
-from megatron.position.numerics import promote_to_float32
+from megatron.position.numerics import is_sharded_by_zero3, promote_to_float32
 from megatron.position.processor import Processor
 from megatron.position.token_range import ALL_HEADS
 
@@ -45,9 +46,19 @@ class HeadMixing(nn.Module):
         """Return False if the map is exactly the identity."""
         return bool((self.weight != self._identity()).any() if self.absolute else self.weight.any())
 
-    def forward(self, maps: Tensor, heads: slice = ALL_HEADS) -> Tensor:
-        """Mix float32 maps [B, H, R, C] of all heads into [B, h, R, C] of the selected ones."""
+    def forward(self, maps: Tensor | None, heads: slice = ALL_HEADS) -> Tensor:
+        """Mix float32 maps [B, H, R, C] of all heads into [B, h, R, C] of the selected ones.
+
+        If `maps` is None, return the difference of the map from the identity, float32 [H, H] (a copy under ZeRO-3,
+        which frees the parameter after this call).
+        """
         num_groups, size, _ = self.weight.shape
+        if maps is None:
+            groups = promote_to_float32(self.weight)
+            groups = groups - self._identity() if self.absolute else groups
+            if num_groups > 1:
+                return torch.block_diag(*groups)
+            return groups[0].clone() if is_sharded_by_zero3(self.weight) else groups[0]
         matrices = self.weight.to(maps.dtype)
         if not self.absolute:
             matrices = matrices + torch.eye(size, dtype=maps.dtype, device=maps.device)
@@ -78,6 +89,7 @@ class TalkingHeads(Processor):
         ),
         num_head_maps=lambda options: int(options["before_softmax"]),
         changes_weights=lambda options: options["after_softmax"],
+        maps_heads=True,
     )
 
     def __init__(
@@ -108,6 +120,19 @@ class TalkingHeads(Processor):
 
     def has_effect(self) -> bool:
         return any(each.has_effect() for each in (self.logits, self.weights) if each is not None)
+
+    def kernel_parameters(self) -> ConvolutionParameters:
+        # Without an activation, W_l·S is Conv2 of the scores themselves. The bias is mapped apart, in float32.
+        mixings = (self.logits, self.weights)
+        before, after = (None if mixing is None else mixing(None) for mixing in mixings)
+        like = next(self.parameters())
+        identity = torch.eye(self.dims.num_heads, dtype=torch.float32, device=like.device)
+        zeros = torch.zeros_like(identity)
+        weight1 = torch.cat([identity, zeros], 1) if self.has_bias else identity
+        weight2 = zeros if before is None else before
+        bias_map = before if self.mixes_bias and self.has_bias else None
+        convolutions = (weight1[:, :, None, None], zeros[0], weight2[:, :, None, None], zeros[0])
+        return ConvolutionParameters(*convolutions, True, is_linear=True, bias_map=bias_map, head_map=after)
 
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
         # muP would scale the identity that a map starts as

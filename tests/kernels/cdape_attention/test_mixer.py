@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixer_emulation import (
     CASES,
+    LINEAR_CASE,
     LOCAL_CASES,
     LOCAL_EXAMPLES,
     LOCAL_SHAPES,
@@ -128,9 +129,12 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     )
     assert isinstance(before, Tensor)
     before = torch.where(alive[..., None], before, 0.0)
-    gradient = before * torch.where(hidden > 0, 1.0, 0.01)
-    active = torch.where(alive[..., None], torch.where(hidden > 0, hidden, 0.01 * hidden), 0.0)
-    doubt = gradient.abs() * rounding * 2 + torch.where(hidden.abs() < UNCERTAIN, before.abs(), 0.0)
+    slope = 1.0 if shape.is_linear else 0.01
+    gradient = before * torch.where(hidden > 0, 1.0, slope)
+    active = torch.where(alive[..., None], torch.where(hidden > 0, hidden, slope * hidden), 0.0)
+    doubt = gradient.abs() * rounding * 2
+    if not shape.is_linear:
+        doubt = doubt + torch.where(hidden.abs() < UNCERTAIN, before.abs(), 0.0)
 
     def to_scores(x: Tensor, weight: Tensor) -> Tensor:
         wide = pad(x.permute(0, 3, 1, 2), (padding, padding))
@@ -187,7 +191,7 @@ def launcher() -> Launcher:
     return Launcher(FOLDER)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, LINEAR_CASE], ids=str)
 @settings(max_examples=6, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000))
 def test_gradients_are_those_of_float64_and_no_access_is_wrong(case: Case, shape: Shape, seed: int) -> None:

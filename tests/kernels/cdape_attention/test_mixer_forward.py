@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixer_emulation import (
     CASES,
+    LINEAR_CASE,
     LOCAL_CASES,
     LOCAL_EXAMPLES,
     LOCAL_SHAPES,
@@ -60,7 +61,7 @@ def is_correct(found: Tensor, inputs: LogitInputs, shape: Shape) -> bool:
     return bool((is_near | ~find_seen(shape)[..., shape.left :]).all())
 
 
-@pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
+@pytest.mark.parametrize("case", [*FORWARD_CASES, LINEAR_CASE], ids=str)
 @settings(max_examples=6, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 1000), residual_bias=st.booleans())
 def test_logits_are_those_of_float64_and_no_access_is_wrong(

@@ -33,6 +33,12 @@ CASES = [
     Case(1, 9, 40, 40, DIM, 36, 5, window=23, chunk=24),
     Case(2, 9, 40, 40, DIM, 17, 1, window=23, chunk=24, documents=((40,), (3, 1, 20, 16)), has_sinks=True),
     Case(1, 17, 24, 40, DIM, 17, 3, offset=16, window=30, chunk=16),  # CUDA kernels compute the logits alone
+    Case(1, 12, 40, 56, DIM, 12, 1, offset=16, is_linear=True, has_head_map=True),
+    Case(
+        *(2, 16, 40, 40, DIM, 16, 1),
+        **{"chunk": 24, "documents": ((40,), (3, 1, 20, 16)), "has_sinks": True},
+        **{"is_linear": True, "has_head_map": True},
+    ),
 ]
 
 
@@ -48,7 +54,7 @@ def test_outputs_and_gradients_err_by_rounding_alone(case: Case, monkeypatch: py
         if not all(mixer.is_supported(*sizes, family.limits) for family in families):
             return None
         heads, width = pad_sizes(case.heads, case.width)
-        compiled = COMPILED._replace(taps=case.size, heads=heads, width=width)
+        compiled = COMPILED._replace(taps=case.size, heads=heads, width=width, is_linear=case.is_linear)
         is_local = mixer_chunks.find_spans(problem, chunk) is not None
         return tuple(compiled.build_for_rows(family, is_local=is_local) for family in families)
 
@@ -62,6 +68,7 @@ def test_outputs_and_gradients_err_by_rounding_alone(case: Case, monkeypatch: py
     attend = partial(takes_fields(op.cdape_attention), **case.options, chunk=case.chunk)
     found = differentiated(attend, inputs, into)
     of_gradients = {"logit_gradient.h", "mixer_backward.h"} if case.heads <= HEADS else set()
+    of_gradients -= {"logit_gradient.h"} if case.has_head_map else set()
     assert set(launched) == {"mixer_forward.h"} | of_gradients
     assert emulator.get_faults().errors == NO_ERRORS
     assert_within_rounding(found, truth(case, inputs, into), DTYPE, stored=True)

@@ -296,7 +296,7 @@ struct Logits {
       UNROLL_FOR (int n = 0; n < G::N_TILES; n++)
         UNROLL_FOR (int r = 0; r < 2; r++) {
           u32 word = pack_exchange(hidden[n][2 * r], hidden[n][2 * r + 1]);
-          active[n][r] = maximum_exchange(word, multiply_exchange(word, slope));
+          active[n][r] = G::LINEAR ? word : maximum_exchange(word, multiply_exchange(word, slope));
           if (BEGINS && pixels.has_begin)
             active[n][r] = select(T::is_inside(pixels.places, r, column), active[n][r], u32(0u));
         }

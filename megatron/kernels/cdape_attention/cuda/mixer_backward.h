@@ -287,8 +287,10 @@ struct MixerBackward {
           UNROLL_FOR (int r = 0; r < 2; r++) {
             UNROLL_FOR (int x = 2 * r; x < 2 * r + 2; x++) {
               f32 h = hidden[n][x], d = gradient[n][x];
-              gradient[n][x] = select(h > 0.0f, d, d * SLOPE);
-              hidden[n][x] = maximum(h, h * SLOPE);
+              if constexpr (!G::LINEAR) {
+                gradient[n][x] = select(h > 0.0f, d, d * SLOPE);
+                hidden[n][x] = maximum(h, h * SLOPE);
+              }
               if (BEGINS && has_begin) {
                 pred is_inside = T::is_inside(places, r, hidden_column + jj);
                 gradient[n][x] = select(is_inside, gradient[n][x], f32(0.0f));

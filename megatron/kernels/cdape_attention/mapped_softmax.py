@@ -1,0 +1,208 @@
+"""Softmax followed by a map between the heads: attention weights P' = P + M·P at each element, with P = softmax(L).
+
+    δ_g = Σ P_g ∘ dP_g        dP = dP' + Mᵀ·dP'        dL = P ∘ (dP − δ)        dM = Σ dP'·Pᵀ
+
+M is [H, H]; its products are over heads, at one row and column. A row of P' needs the maximum and the sum of all heads
+of that row, and no output is a product of one head's P. A program therefore takes whole rows of all heads, one after
+another, and reads each row's logits twice: first for the sums, then for the result. The products O = P'·V, dV = P'ᵀ·dO
+and dP' = dO·Vᵀ are those of `products.py` and `scores.py`.
+
+B batch, H heads, R query rows of the chunk, C columns of its maps. BLOCK_H is H padded for `tl.dot`.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron.kernels.cdape_attention.softmax import DO_NOT_SPECIALIZE, LOG2E
+
+
+@triton.jit
+def find_row(row, extent, BLOCK_N: tl.constexpr):
+    """Return the columns that a row sees, first … last − 1, and the start of the first block of columns."""
+    _, C, first_row, first_column, window, document_starts_ptr = extent
+    own = first_row - first_column + row
+    first = tl.maximum(own + 1 - window, 0)
+    if document_starts_ptr is not None:
+        first = tl.maximum(first, tl.load(document_starts_ptr + row) - first_column)
+    return first, tl.minimum(own + 1, C), first // BLOCK_N * BLOCK_N
+
+
+@triton.jit
+def load_logits(logits_ptr, columns, columns_seen, R, C, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Load a row's logits of all heads [BLOCK_H, BLOCK_N] in base 2, −∞ where there are none."""
+    head = tl.arange(0, BLOCK_H)
+    pointers = logits_ptr + (head.to(tl.int64) * R * C)[:, None] + columns[None, :]
+    seen = (head < H)[:, None] & (columns < C)[None, :]
+    x = tl.load(pointers, mask=seen, other=float("-inf"))  # a mask that varies along a row would prevent wide loads
+    return tl.where(columns_seen[None, :], x, float("-inf")) * LOG2E
+
+
+@triton.jit
+def load_head_map(head_map_ptr, dtype: tl.constexpr, TRANSPOSED: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Load M or its transpose, [BLOCK_H, BLOCK_H] in the compute type, zero outside H."""
+    head = tl.arange(0, BLOCK_H)
+    inside = (head < H)[:, None] & (head < H)[None, :]
+    at = head[None, :] * H + head[:, None] if TRANSPOSED else head[:, None] * H + head[None, :]
+    return tl.load(head_map_ptr + at, mask=inside, other=0.0).to(dtype)
+
+
+@triton.jit
+def store_weights(
+    weights_ptr, weights, columns, columns_seen, R, C, H: tl.constexpr, BLOCK_H: tl.constexpr, MASKED: tl.constexpr
+):
+    """Store a row of P' of all heads where the row sees a column."""
+    head = tl.arange(0, BLOCK_H)
+    pointers = weights_ptr + (head.to(tl.int64) * R * C)[:, None] + columns[None, :]
+    inside = (head < H)[:, None]
+    if MASKED:
+        inside = inside & columns_seen[None, :]
+    tl.store(pointers, weights.to(weights_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def compute_row_statistics(
+    logits_ptr, sinks_ptr, span, R, C, H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Compute the maximum (in base 2) and the sum of exponentials of a row, [BLOCK_H] each, including sinks."""
+    first, last, start = span
+    head = tl.arange(0, BLOCK_H)
+    maximum, total = tl.full([BLOCK_H], float("-inf"), tl.float32), tl.zeros([BLOCK_H], tl.float32)
+    if sinks_ptr is not None:
+        maximum = tl.load(sinks_ptr + head, mask=head < H, other=0.0) * LOG2E
+        total = tl.full([BLOCK_H], 1.0, tl.float32)
+    for c0 in range(start, last, BLOCK_N):
+        columns = c0 + tl.arange(0, BLOCK_N)
+        x = load_logits(logits_ptr, columns, (columns >= first) & (columns < last), R, C, H, BLOCK_H)
+        higher = tl.maximum(maximum, tl.max(x, 1))
+        # Without this, a padding head would compute −∞ − (−∞) = NaN.
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2(maximum - finite) + tl.sum(tl.exp2(x - finite[:, None]), 1)
+        maximum = higher
+    return tl.where(head < H, maximum, 0.0), tl.where(head < H, total, 1.0)
+
+
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
+def _map_weights_kernel(
+    logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
+    head_map_ptr,  # M, [H, H] float32
+    weights_ptr,  # [B, H, R, C] compute type, P', written where a row sees a column
+    stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
+    sinks_ptr,  # [H] float32, or None: keys with these logits and no value, which the stats count
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    R,
+    C,
+    first_row,  # position of the chunk's row 0
+    first_column,  # position of the maps' column 0
+    window,
+    R_total,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Compute a row of P' of all heads. Grid: rows, longest first; batch."""
+    row, batch = R - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if document_starts_ptr is not None:
+        document_starts_ptr += batch * R
+    of_row = batch * H * R * C + row.to(tl.int64) * C
+    logits_ptr += of_row
+    weights_ptr += of_row
+    span = find_row(row, (R, C, first_row, first_column, window, document_starts_ptr), BLOCK_N)
+    first, last, start = span
+    maximum, total = compute_row_statistics(logits_ptr, sinks_ptr, span, R, C, H, BLOCK_H, BLOCK_N)
+    head = tl.arange(0, BLOCK_H)
+    of_stats = stats_ptr + batch * H * R_total + head * R_total + row
+    tl.store(of_stats, maximum, mask=head < H)
+    tl.store(of_stats + tl.num_programs(1).to(tl.int64) * H * R_total, total, mask=head < H)
+    dtype: tl.constexpr = weights_ptr.dtype.element_ty
+    head_map = load_head_map(head_map_ptr, dtype, False, H, BLOCK_H)
+    inverse_total = 1.0 / total
+    for c0 in range(start, last, BLOCK_N):
+        columns = c0 + tl.arange(0, BLOCK_N)
+        columns_seen = (columns >= first) & (columns < last)
+        x = load_logits(logits_ptr, columns, columns_seen, R, C, H, BLOCK_H)
+        p = tl.exp2(x - maximum[:, None]) * inverse_total[:, None]
+        mapped = p + tl.dot(head_map, p.to(dtype), input_precision=INPUT_PRECISION)
+        store_weights(weights_ptr, mapped, columns, columns_seen, R, C, H, BLOCK_H, True)
+
+
+@triton.jit
+def load_products(dweights_ptr, columns, columns_seen, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Load a row of dP' of all heads, [BLOCK_H, BLOCK_N] in the compute type, zero where the row does not see."""
+    head = tl.arange(0, BLOCK_H)
+    pointers = dweights_ptr + columns[:, None] * CHANNELS + head[None, :]
+    return tl.trans(tl.load(pointers, mask=columns_seen[:, None] & (head < CHANNELS)[None, :], other=0.0))
+
+
+@triton.jit(do_not_specialize=[*DO_NOT_SPECIALIZE, "pair_stride"])
+def _differentiate_mapped_kernel(
+    logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
+    dweights_ptr,  # dP', [B, R, C, CHANNELS] compute type, zero in channels beyond H
+    head_map_ptr,  # M, [H, H] float32
+    stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
+    sums_ptr,  # [B, H, R_total] float32, δ, at the chunk's first row
+    weights_ptr,  # [B, H, R, C] compute type, P', written where a row sees a column
+    dlogits_ptr,  # dL, [B, R, STORED·C] compute type, written where a row sees a column; heads are in pairs
+    dmap_ptr,  # partial sums [programs, BLOCK_H, BLOCK_H] float32, of dM
+    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    R,
+    C,
+    first_row,
+    first_column,
+    window,
+    R_total,
+    pair_stride,  # elements from one pair of heads to the next in dL
+    H: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STORED: tl.constexpr,  # number of heads in dL, of which those beyond H are zero
+    COLUMN_STRIDE: tl.constexpr,  # elements from one column to the next in dL
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
+):
+    """Compute P', δ, dL and partial sums of dM for BLOCK_M rows of all heads. Grid: blocks, longest first; batch."""
+    block, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if document_starts_ptr is not None:
+        document_starts_ptr += batch * R
+    head = tl.arange(0, BLOCK_H)
+    dtype: tl.constexpr = weights_ptr.dtype.element_ty
+    head_map = load_head_map(head_map_ptr, dtype, False, H, BLOCK_H)
+    transposed_map = load_head_map(head_map_ptr, dtype, True, H, BLOCK_H)
+    dmap = tl.zeros([BLOCK_H, BLOCK_H], tl.float32)
+    extent = (R, C, first_row, first_column, window, document_starts_ptr)
+    of_total = tl.num_programs(1).to(tl.int64) * H * R_total
+    for row in range(block * BLOCK_M, tl.minimum(block * BLOCK_M + BLOCK_M, R)):
+        of_map = batch * H * R * C + tl.cast(row, tl.int64) * C
+        of_pixels = (batch * R + row) * C
+        of_row = batch * H * R_total + head * R_total + row
+        maximum = tl.load(stats_ptr + of_row, mask=head < H, other=0.0)
+        inverse_total = 1.0 / tl.load(stats_ptr + of_total + of_row, mask=head < H, other=1.0)
+        first, last, start = find_row(row, extent, BLOCK_N)
+        sums = tl.zeros([BLOCK_H], tl.float32)
+        for c0 in range(start, last, BLOCK_N):
+            columns = c0 + tl.arange(0, BLOCK_N)
+            seen = (columns >= first) & (columns < last)
+            x = load_logits(logits_ptr + of_map, columns, seen, R, C, H, BLOCK_H)
+            p = tl.exp2(x - maximum[:, None]) * inverse_total[:, None]
+            narrow = p.to(dtype)
+            mapped = p + tl.dot(head_map, narrow, input_precision=INPUT_PRECISION)
+            store_weights(weights_ptr + of_map, mapped, columns, seen, R, C, H, BLOCK_H, True)
+            dmapped = load_products(dweights_ptr + of_pixels * CHANNELS, columns, seen, CHANNELS, BLOCK_H)
+            dmap = tl.dot(dmapped, tl.trans(narrow), dmap, input_precision=INPUT_PRECISION)
+            dp = dmapped.to(tl.float32) + tl.dot(transposed_map, dmapped, input_precision=INPUT_PRECISION)
+            sums += tl.sum(p * dp, 1)
+        tl.store(sums_ptr + of_row, sums, mask=head < H)
+        for c0 in range(start, last, BLOCK_N):
+            columns = c0 + tl.arange(0, BLOCK_N)
+            seen = (columns >= first) & (columns < last)
+            x = load_logits(logits_ptr + of_map, columns, seen, R, C, H, BLOCK_H)
+            p = tl.exp2(x - maximum[:, None]) * inverse_total[:, None]
+            dmapped = load_products(dweights_ptr + of_pixels * CHANNELS, columns, seen, CHANNELS, BLOCK_H)
+            dp = dmapped.to(tl.float32) + tl.dot(transposed_map, dmapped, input_precision=INPUT_PRECISION)
+            dlogits = tl.trans((p * (dp - sums[:, None])).to(dtype))
+            in_row = (head // 2 * pair_stride + head % 2)[None, :] + (columns * COLUMN_STRIDE)[:, None]
+            stored = seen[:, None] & (head < STORED)[None, :]
+            tl.store(dlogits_ptr + of_pixels * STORED + in_row, dlogits, mask=stored)
+    to = dmap_ptr + (batch * tl.num_programs(0) + block) * (BLOCK_H * BLOCK_H)
+    tl.store(to + head[:, None] * BLOCK_H + head[None, :], dmap)
