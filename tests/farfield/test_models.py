@@ -164,7 +164,7 @@ def test_messages_name_arguments_instead_of_options(model: farfield.Model, tmp_p
         farfield.analyze(run, tmp_path / "page", only=["kernel"])
     with pytest.raises(farfield.UserError, match="nowhere: not found; data expects a file"):
         farfield.evaluate(run, tmp_path, data=str(tmp_path / "nowhere"))
-    with pytest.raises(farfield.UserError, match=r"^num_layers is x; it must be an integer"):
+    with pytest.raises(farfield.UserError, match=r"^num_layers is 'x'; it must be an integer"):
         farfield.train("configs/model/125M.yml", num_layers="x")
 
 
