@@ -2,7 +2,7 @@
 
     import farfield
 
-    run = farfield.train("quickstart_model.yml", pos_emb="kerple_log", save="runs/kerple")
+    run = farfield.train("125M", "kerple_log", "local_setup", save="runs/kerple")
     model = farfield.load("runs/kerple")
     model.score(text, length=2048).perplexity
     model.bias_table(512)  # [layers, heads, distances]

@@ -17,6 +17,7 @@ import numpy as np
 from farfield.arguments import describe_value, report_argument_errors, to_integer, to_path, to_string
 from megatron.checkpoint.trained_run import open_run
 from megatron.data.load_tokenizer import load_run_tokenizer
+from megatron.data.tokenizers import ByteTokenizer
 from megatron.options.commands import GenerationOptions
 from megatron.options.model import MAX_LENGTH
 from megatron.options.section import list_accepted_names
@@ -148,7 +149,7 @@ class Model:
 
     @report_argument_errors
     def score(
-        self, text: str | Sequence[int] | np.ndarray, length: int | None = None, *, stride: int | None = None
+        self, text: str | bytes | Sequence[int] | np.ndarray, length: int | None = None, *, stride: int | None = None
     ) -> TokenLosses:
         """Compute the loss of each token of a text, read in windows of one length.
 
@@ -156,7 +157,7 @@ class Model:
         a window are not scored.
 
         Args:
-            text: a text or its tokens.
+            text: a text or its tokens; bytes with the bytes tokenizer.
             length: tokens per window; the training length if None.
             stride: score only the last `stride` targets of each window, and advance windows by `stride`. Every target
                 then has at least length − stride tokens of context.
@@ -183,8 +184,8 @@ class Model:
 
         Args:
             prompt: a text or a list of texts.
-            options: options of `./deepy.py generate`: max_new_tokens, temperature, top_k, top_p, seed, stop,
-                batch_size.
+            options: options of `./deepy.py generate`: max_new_tokens, temperature, top_k, top_p, seed, stop (a string
+                or a list of strings), batch_size.
 
         Returns:
             The text generated after the prompt, or a list of texts for a list of prompts.
@@ -202,6 +203,8 @@ class Model:
                 raise UserError(f"{name} is an option of farfield.load")
             if name not in list_accepted_names(GenerationOptions):
                 raise UserError(f"there is no option {name}; {format_choices(name, own_names)}")
+        if isinstance(options.get("stop"), str):
+            options["stop"] = [options["stop"]]
         generator = TextGenerator(
             self._loaded.model, self.tokenizer, parse_section(GenerationOptions, options, source=None)
         )
@@ -255,13 +258,16 @@ class Model:
 
     @report_argument_errors
     def attention_maps(
-        self, text: str | Sequence[int] | np.ndarray, layers: Iterable[int] | None = None
+        self, text: str | bytes | Sequence[int] | np.ndarray, layers: Iterable[int] | None = None
     ) -> dict[int, AttentionMaps]:
         """Compute scores, bias, logits and attention weights of layers for a text read as one window.
 
         Args:
-            text: a text or its tokens.
-            layers: layer indices, from 0; all layers if None.
+            text: a text or its tokens; bytes with the bytes tokenizer.
+            layers: layer indices, from 0, or from −1 backwards; all layers if None.
+
+        Returns:
+            The maps by layer index, from 0.
 
         Raises:
             UserError: no layer is given or an index is out of range, the text is empty, or it exceeds the limit of the
@@ -276,7 +282,7 @@ class Model:
             raise UserError(f"layers is {describe_value(layers)}; it must be a list of layer indices") from None
         wanted = sorted(
             {
-                to_integer(f"item {number} of layers", layer, 0, self.num_layers - 1)
+                to_integer(f"item {number} of layers", layer, -self.num_layers, self.num_layers - 1) % self.num_layers
                 for number, layer in enumerate(asked, start=1)
             }
         )
@@ -310,9 +316,15 @@ class Model:
 
         return analyze([str(self._loaded.run.checkpoint)], output, **{**self._reading, **options})
 
-    def _to_tokens(self, text: str | Sequence[int] | np.ndarray) -> np.ndarray:
+    def _to_tokens(self, text: str | bytes | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(text, str):
             return np.asarray(self.encode(text), dtype=np.int64)
+        if isinstance(text, bytes):
+            if not isinstance(self.tokenizer, ByteTokenizer):
+                raise UserError(
+                    f"text is {describe_value(text)}; only the bytes tokenizer reads bytes; give text.decode()"
+                )
+            text = np.frombuffer(text, dtype=np.uint8)
         return self._check_tokens("text", text, "it must be a string, or ")
 
     def _check_tokens(self, name: str, value: Any, others: str = "") -> np.ndarray:
@@ -349,13 +361,18 @@ class TokenLosses:
     """Number of tokens per window."""
     tokens: np.ndarray
     """Target tokens, int64 [windows, targets]."""
-    losses: np.ndarray
+    values: np.ndarray
     """Losses −log p of the targets in nats, float64 [windows, targets]."""
+
+    @property
+    def losses(self) -> np.ndarray:
+        """Former name of `values`."""
+        return self.values
 
     @property
     def loss(self) -> float:
         """Mean loss, in nats per token."""
-        return float(self.losses.mean())
+        return float(self.values.mean())
 
     @property
     def perplexity(self) -> float:
@@ -363,7 +380,7 @@ class TokenLosses:
 
     def average_by_position(self) -> np.ndarray:
         """Return the mean loss at each target position of the window, float64 [targets]."""
-        mean: np.ndarray = self.losses.mean(axis=0)
+        mean: np.ndarray = self.values.mean(axis=0)
         return mean
 
 

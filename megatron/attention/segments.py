@@ -134,7 +134,7 @@ def concatenate_ranges(ranges: Sequence[TokenRange]) -> tuple[Segment, ...]:
 
 
 def select_last_tokens(segments: Sequence[Segment], length: int, num_tokens: int) -> tuple[Segment, ...]:
-    """Return the parts of the segments in the last n of `length` tokens, as for a pass with only these tokens."""
+    """Slice the segments to the last `num_tokens` of `length` tokens, as if only these were passed to the model."""
     num_skipped = max(length - num_tokens, 0)
     remaining = []
     for segment in segments:

@@ -81,22 +81,22 @@ def check_architecture(config: Config, checkpoint: Path, stored: Config, *, fine
     """
     new = {**config.get_architecture_keys(), **canonicalize_position_options(config.position)}
     old = {**stored.get_architecture_keys(), **canonicalize_position_options(stored.position)}
-    free: set[str] = set()
-    if finetune:
-        free.update(
-            config.get_keys_by_policy("context"),
-            list_other_encoding_keys(config, stored),
-            list_other_temperature_keys(config),
-        )
-        if new["pos_emb_per_layer"]:
-            free.add("pos_emb_per_layer")
-        if old.get("score_processor") == "none":
-            free.update(("score_processor", "score_processor_options"))
+    finetuned = {
+        *config.get_keys_by_policy("context"),
+        *list_other_encoding_keys(config, stored),
+        *list_other_temperature_keys(config),
+    }
+    if new["pos_emb_per_layer"]:
+        finetuned.add("pos_emb_per_layer")
+    if old.get("score_processor") == "none":
+        finetuned.update(("score_processor", "score_processor_options"))
     for key in sorted(set(new) | set(old)):
-        if key in free:
+        if finetune and key in finetuned:
             continue
         if new.get(key) != old.get(key):
-            what = "finetuning cannot change this" if finetune else "a run cannot change its model"
+            what = "finetuning cannot change this" if finetune else "a run cannot resume with another architecture"
+            if not finetune and key in finetuned:
+                what += "; to start from these weights, set finetune=true"
             if (
                 finetune
                 and key in ("pos_emb", "pos_emb_options", *TEMPERATURE_KEYS)

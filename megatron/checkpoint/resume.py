@@ -357,4 +357,9 @@ def archive_discarded_checkpoints(resume: ResumePlan, metrics: Path) -> tuple[st
     except OSError as error:
         raise RunError(f"{resume.discarded[-1]}: cannot be moved aside: {error.strerror or error}") from None
     names = ", ".join(path.name for path in resume.discarded)
-    return (f"{names}: moved to {aside} with a copy of the metrics; this run resumes before them",)
+    if resume.stage.config.checkpoint.rollback:
+        reason = "because of rollback=true"
+    else:
+        reason = f"because {'it is' if len(resume.discarded) == 1 else 'they are'} damaged"
+    point = "the start" if resume.source is None else resume.source.path.name
+    return (f"{names}: moved to {aside}, with a copy of the metrics, {reason}; the run resumes from {point}",)

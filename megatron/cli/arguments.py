@@ -202,6 +202,9 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     for index, text in enumerate(arguments):
         is_open = text.endswith("=") and index + 1 < len(arguments) and not _is_config_or_pair(arguments[index + 1])
+        before = arguments[index - 1] if index else None
+        if text.startswith("=") and (before is None or before.endswith(".yml") or _is_config_or_pair(before)):
+            raise UserError(f"{text}: there is no key before the equals sign; write KEY=VALUE, such as train_iters=3")
         if is_open or text.startswith("="):
             words = arguments[max(0, index - text.startswith("=")) : index + 1 + (is_open or text == "=")]
             raise UserError(f"{' '.join(words)}: write key=value without spaces: {''.join(words)}")

@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any, ClassVar, get_args
 
 from megatron.config.schema import KeyPath, get_default_value, list_config_keys
-from megatron.config.yaml_files import YamlDocument, format_value
+from megatron.config.yaml_files import YamlDocument, describe_non_mapping, format_value, quote_value
 from megatron.options.data import SPLITS, TASK_KEYS, TEXT_KEYS
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import suggest_names
@@ -327,9 +327,7 @@ class ConfigLayers:
             return
         if key is not None and (key.opens or key.allows_free_values):
             if not isinstance(value, dict):
-                self.problems.append(
-                    f"{where}: {name} is {format_value(value)}; it must be a mapping of keys to values"
-                )
+                self.problems.append(f"{where}: {name} {describe_non_mapping(value)}")
             return  # an empty mapping has no effect
         rule = self.value_rules.get(name, {}).get(value) if isinstance(value, str) else None
         if rule is None:
@@ -359,7 +357,7 @@ class ConfigLayers:
                 choices.setdefault(name, (f"{'.'.join(path)} true", setting))
             elif path in PRECISION_SWITCHES and not isinstance(setting.value, bool):
                 self.problems.append(
-                    f"{setting.where}: {'.'.join(path)} is {format_value(setting.value)}; it must be true or false"
+                    f"{setting.where}: {'.'.join(path)} is {quote_value(setting.value)}; it must be true or false"
                 )
         if len(choices) > 1:
             (first_text, first), (second_text, second), *_ = choices.values()

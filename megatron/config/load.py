@@ -36,7 +36,7 @@ from megatron.config.schema import (
 )
 from megatron.config.stages import ENDS
 from megatron.config.validation import describe_unknown_method, validate_config
-from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, read_yaml
+from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, quote_value, read_yaml
 from megatron.options.data import DataOptions
 from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, get_ffn_hidden_size
 from megatron.options.training import SCHEDULE_KEYS
@@ -334,7 +334,7 @@ def _resolve_stages(layers: ConfigLayers) -> None:
         return
     if not isinstance(setting.value, list) or not all(isinstance(entry, dict) for entry in setting.value):
         layers.problems.append(
-            f"{setting.where}: stages is {format_value(setting.value)}; it must be a list of mappings"
+            f"{setting.where}: stages is {quote_value(setting.value)}; it must be a list of mappings"
         )
         layers.values[("stages",)] = SourcedValue([], setting.where)
         return

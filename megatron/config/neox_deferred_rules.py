@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from megatron.config.config_layers import ConfigLayers, SourcedValue
 from megatron.config.neox_rules import DeferredRule, NeoxRule, format_code, is_model_key, list_final_values
 from megatron.config.schema import KeyPath
-from megatron.config.yaml_files import format_value
+from megatron.config.yaml_files import format_value, quote_value
 from megatron.options.position import find_period
 
 
@@ -74,7 +74,7 @@ class MethodOptionAlias(DeferredRule):
             numbers = [operand for operand in operands if type(operand) in (int, float)]
             if len(numbers) < 2 or not numbers[1]:
                 layers.problems.append(
-                    f"{setting.where}: {name} is {format_value(setting.value)}; it needs a number, and "
+                    f"{setting.where}: {name} is {quote_value(setting.value)}; it needs a number, and "
                     f"{option.divisor_key}"
                 )
                 return
@@ -118,7 +118,7 @@ class FractionOf(DeferredRule):
             return
         base = layers.values.get((self.base_key,))
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < float("inf"):
-            layers.problems.append(f"{where}: {name} is {format_value(fraction)}; it must be a finite positive number")
+            layers.problems.append(f"{where}: {name} is {quote_value(fraction)}; it must be a finite positive number")
         elif layers.is_replaced(name, setting, (self.farfield_key,)):
             return
         elif base is not None and isinstance(base.value, int):
@@ -153,7 +153,7 @@ class ValueSwitch(DeferredRule):
         is_on, where = setting.value, setting.where
         value = layers.get_value(self.farfield_key)
         if is_on not in (None, True, False):
-            layers.problems.append(f"{where}: {name} is {format_value(is_on)}; it must be true or false")
+            layers.problems.append(f"{where}: {name} is {quote_value(is_on)}; it must be true or false")
         elif is_on and value in self.values:
             layers.values[(self.farfield_key,)] = replace(setting, value=self.values[value])
             layers.notes.append(f"{where}: {name} changes {self.farfield_key} {value} to {self.values[value]}")
@@ -198,7 +198,7 @@ class StepSwitch(DeferredRule):
     def resolve(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> None:
         is_on, where = setting.value, setting.where
         if is_on not in (None, True, False):
-            layers.problems.append(f"{where}: {name} is {format_value(is_on)}; it must be true or false")
+            layers.problems.append(f"{where}: {name} is {quote_value(is_on)}; it must be true or false")
         elif not is_on:
             layers.notes.append(f"{where}: {name} {format_value(is_on)} has no effect")
         else:
@@ -217,7 +217,7 @@ class StepSwitch(DeferredRule):
             layers.notes.append(f"{where}: {name} sets {farfield_key} to {value + step.offset}")
         else:
             layers.problems.append(
-                f"{layers.deferred[step.key].where}: {step.key} is {format_value(value)}; it must be a step"
+                f"{layers.deferred[step.key].where}: {step.key} is {quote_value(value)}; it must be a step"
             )
 
     def describe(self, name: str) -> str:
@@ -273,7 +273,7 @@ class WindowSize(DeferredRule):
         )
         if not is_pair or value[1] > 0:
             layers.problems.append(
-                f"{where}: {name} is {format_value(value)}; it must be [keys before a token, 0], or -1 for all of them"
+                f"{where}: {name} is {quote_value(value)}; it must be [keys before a token, 0], or -1 for all of them"
             )
         elif not layers.is_replaced(name, setting, path):
             window = None if value[0] == -1 else value[0] + 1
@@ -336,7 +336,7 @@ class LayerFrequency(DeferredRule):
             if type(num_layers) is int and len(value) != num_layers:
                 return f"has {len(value)} entries; num_layers is {num_layers}"
         elif type(value) is not int or value < 1:
-            return f"is {format_value(value)}; it must be a whole number of layers, or a list of 0 or 1 for each"
+            return f"is {quote_value(value)}; it must be a whole number of layers, or a list of 0 or 1 for each"
         elif self.divides and type(num_layers) is int and num_layers % value:
             return f"{value} does not divide num_layers {num_layers}"
         if isinstance(own, list):
@@ -390,7 +390,7 @@ class JointSwitches(NeoxRule):
         for key, switch in given.items():
             if switch.value not in (None, True, False):
                 layers.problems.append(
-                    f"{switch.where}: {key} is {format_value(switch.value)}; it must be true or false"
+                    f"{switch.where}: {key} is {quote_value(switch.value)}; it must be true or false"
                 )
                 return
         is_on = {key: key in given and bool(given[key].value) for key in self.keys}

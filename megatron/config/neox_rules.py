@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron.config.config_layers import ConfigLayers, KeyRule, SourcedValue, ValueRule
 from megatron.config.schema import KeyPath, map_key_owners
-from megatron.config.yaml_files import format_value
+from megatron.config.yaml_files import format_value, quote_value
 
 MODEL_SECTIONS = ("model", "position")
 """Sections whose keys decide what a model computes."""
@@ -90,7 +90,7 @@ class Alias(OneKeyRule):
         value, where = setting.value, setting.where
         if self.switch_values is not None:
             if value is not None and not isinstance(value, bool):
-                layers.problems.append(f"{where}: {name} is {format_value(value)}; it must be true or false")
+                layers.problems.append(f"{where}: {name} is {quote_value(value)}; it must be true or false")
                 return
             on_value, off_value = self.switch_values
             setting = replace(setting, value=on_value if value else off_value)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,17 +21,17 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from megatron.config.yaml_files import dump_yaml, format_value
+from megatron.config.yaml_files import dump_yaml, format_value, parse_scalar, quote_value
 from megatron.options.data import DataOptions
 from megatron.options.launch import LaunchOptions
 from megatron.options.model import ModelOptions
 from megatron.options.output import CheckpointOptions, LoggingOptions
 from megatron.options.position import PositionOptions
-from megatron.options.section import ChangePolicy, ConfigSection, list_accepted_names, read_docstring
+from megatron.options.section import ChangePolicy, ConfigSection, list_accepted_names, read_docstring, rephrase_message
 from megatron.options.training import BATCH_SIZES, OptimizerOptions, TrainingOptions
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import UserError
-from megatron.utils.formatting import format_choices
+from megatron.utils.formatting import format_choices, format_quantity
 
 KeyPath = tuple[str, ...]
 
@@ -260,9 +260,14 @@ BOUND_MESSAGES = {
     "greater_than_equal": ("at least", "ge"),
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
-    "too_short": ("a list of at least", "min_length"),
-    "too_long": ("a list of at most", "max_length"),
 }
+PLAIN_TYPES: dict[str, type | tuple[type, ...]] = {
+    "int_type": int, "float_type": (int, float), "finite_number": (int, float), "bool_type": bool,
+}  # fmt: skip
+"""Types of the values that an error of pydantic asks for, if a string may be one of them in quotes."""
+WITHOUT_QUOTES = ", without quotes"
+MAPPING_KEY = "[key]"
+"""Last part of an error's location if the key of a mapping is invalid."""
 
 
 UNION_MEMBER = re.compile(r"(constrained-)?(int|float|str|bool)|(literal|list|dict)\[.*\]|function-.*")
@@ -277,16 +282,43 @@ def _is_not_finite(value: Any) -> bool:
         return False
 
 
+def _is_quoted(value: str, error_type: str) -> bool:
+    """Return True if a string is a value of the expected type in quotes, such as '2'."""
+    try:
+        plain = parse_scalar(value, "value")
+    except UserError:
+        return False
+    expected = PLAIN_TYPES.get(error_type)
+    return expected is not None and isinstance(plain, expected) and isinstance(plain, bool) == (expected is bool)
+
+
+def _format_invalid_value(error: dict[str, Any]) -> str:
+    """Format a value, with a string in quotes if its type is the fault."""
+    is_choice_of_numbers = error["type"] == "literal_error" and "'" not in error["ctx"]["expected"]
+    # The command-line library reports `…_parsing`: its values are always strings.
+    is_wrong_type = error["type"].endswith("_type") or is_choice_of_numbers
+    return quote_value(error["input"]) if is_wrong_type else format_value(error["input"])
+
+
 def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
     error_type, context = error["type"], error.get("ctx", {})
     if error_type in EXPECTED_TYPES:
-        text = f"it must be {EXPECTED_TYPES[error_type]}"
         value = error["input"]
+        if error_type == "float_type" and _is_not_finite(value):
+            return "it must be a finite number"  # `lr=nan` on the command line, which YAML reads as a string
+        text = f"it must be {EXPECTED_TYPES[error_type]}"
+        if isinstance(value, str) and _is_quoted(value, error_type):
+            return text + WITHOUT_QUOTES
         if isinstance(value, float) and value.is_integer() and EXPECTED_TYPES[error_type] == "an integer":
             text += f", written {int(value)}"
         if error_type == "list_type" and key is not None and isinstance(value, str | int | float):
             text += f", written [{format_value(value)}]"
         return text
+    if error_type in ("too_short", "too_long"):
+        is_short, is_mapping = error_type == "too_short", isinstance(error["input"], Mapping)
+        count = context["min_length" if is_short else "max_length"]
+        kind, noun = ("a mapping with", "key") if is_mapping else ("a list of", "value")
+        return f"it must be {kind} {'at least' if is_short else 'at most'} {format_quantity(count, noun)}"
     if error_type in BOUND_MESSAGES and _is_not_finite(error["input"]):
         return "it must be a finite number"  # every bound is also violated by NaN
     if error_type in BOUND_MESSAGES:
@@ -300,7 +332,22 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
         return f"{text} ({key.doc})" if key and len(choices) <= 2 else text
     if error_type == "extra_forbidden":  # unknown keys are reported before
         return "an older name of this key is also given; omit it"
-    return error["msg"][0].lower() + error["msg"][1:]
+    return rephrase_message(error["msg"])
+
+
+def _name_location(location: Sequence[str | int]) -> str:
+    """Name the place of a value: optimizer.params.lr, item 2 of betas, rows.kerple of item 1 of published."""
+    name, keys = "", []
+    for part in (*location, None):
+        if isinstance(part, str):
+            keys.append(part)
+            continue
+        if keys:
+            name = ".".join(keys) + (f" of {name}" if name else "")
+        keys = []
+        if part is not None:
+            name = f"item {part + 1} of {name}"
+    return name
 
 
 def describe_validation_error(
@@ -314,23 +361,28 @@ def describe_validation_error(
         keys: keys with their choices and descriptions; those of a configuration if None.
     """
     keys = list_config_keys() if keys is None else keys
-    alternatives: dict[tuple[str, ...], list[str]] = {}
+    alternatives: dict[tuple[str | int, ...], list[str]] = {}
     items = []
     for item in error.errors(include_url=False):
-        location = [str(part) for part in item["loc"][1:]]  # without the section, which users never write
-        if location and UNION_MEMBER.fullmatch(location[-1]):
+        location = list(item["loc"][1:])  # without the section, which users never write
+        if location and UNION_MEMBER.fullmatch(str(location[-1])):
             location.pop()
-            text = _list_valid_values(dict(item), None).removeprefix("it must be ")
+            text = _list_valid_values(dict(item), None).removeprefix("it must be ").removesuffix(WITHOUT_QUOTES)
             alternatives.setdefault(tuple(location), []).append(text)
             if len(alternatives[tuple(location)]) > 1:
                 continue
         items.append((item, location))
     for item, location in items:
-        path = tuple(part for part in location if not part.isdigit())
-        index = next((int(part) for part in location if part.isdigit()), None)
-        name = ".".join(path)
+        is_key = location[-1:] == [MAPPING_KEY]
+        if is_key:
+            location.pop()
+        path = tuple(part for part in location if isinstance(part, str))
         source = locate(path)
         prefix = f"{source}: " if source else ""
+        name = _name_location(location)
+        if is_key:
+            yield f"{prefix}{_name_location(location[:-1])}: {item['input']!r}: {_list_valid_values(dict(item), None)}"
+            continue
         if item["type"] == "missing":
             key = keys.get(path)
             yield f"{prefix}{name} is missing ({key.doc if key else 'required'}); set it in a file or as {name}=…"
@@ -342,15 +394,15 @@ def describe_validation_error(
             none = "null for none" if keys else "leave it out"
             yield f"{prefix}{name} is empty; give a value{f', or {none}' if item['ctx']['optional'] else ''}"
             continue
-        item_of = f"item {index + 1} of " if index is not None else ""
         if tuple(location) in alternatives:
             choices = " or ".join(dict.fromkeys(alternatives[tuple(location)]))
-            yield f"{prefix}{item_of}{name} is {format_value(item['input'])}; it must be {choices}"
+            yield f"{prefix}{name} is {_format_invalid_value(dict(item))}; it must be {choices}"
             continue
-        yield (
-            f"{prefix}{item_of}{name} is {format_value(item['input'])}; "
-            f"{_list_valid_values(dict(item), keys.get(path))}"
-        )
+        if item["input"] is None and item["type"] in ("list_type", "dict_type", "model_type"):
+            values = "values" if item["type"] == "list_type" else "keys, write {}"
+            yield f"{prefix}{name} is empty (null); give it {values}, or remove it"
+            continue
+        yield f"{prefix}{name} is {_format_invalid_value(dict(item))}; {_list_valid_values(dict(item), keys.get(path))}"
 
 
 def describe_option_error(error: ValidationError, name: str) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.config.schema import Config, KeyPath, describe_validation_error, list_config_keys
-from megatron.config.yaml_files import format_value
+from megatron.config.yaml_files import format_value, quote_value
 from megatron.options.model import get_attention_sizes
 from megatron.options.section import ChangePolicy
 from megatron.options.training import ACCUMULATION_KEY, MAX_STEPS, MICRO_BATCH_KEY
@@ -159,7 +159,7 @@ def _find_end_problems(entry: Mapping[str, Any], last_end: dict[str, float], *, 
     for key in given:
         value = entry[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < 1:
-            yield f"{key} is {format_value(value)}; it must be an integer, at least 1"
+            yield f"{key} is {quote_value(value)}; it must be an integer, at least 1"
         elif key == UNTIL and value > MAX_STEPS:
             yield f"{key} is {format_value(value)}; it must be at most {MAX_STEPS}"
         elif value <= last_end[key]:

@@ -19,7 +19,7 @@ from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
 from megatron.options.output import find_logging_conflicts
 from megatron.options.position import PositionOptions, find_model_conflicts
-from megatron.options.training import find_schedule_conflicts, find_training_conflicts
+from megatron.options.training import find_eval_length_conflicts, find_schedule_conflicts, find_training_conflicts
 from megatron.position.catalog import (
     METHODS_VARIABLE,
     MethodFileError,
@@ -331,6 +331,8 @@ def _validate_task_positions(config: Config, limit: int | None) -> Iterator[Conf
 
 def _validate_training(config: Config) -> Iterator[ConfigProblem]:
     yield from find_training_conflicts(config.training)
+    if config.data.task is None:
+        yield from find_eval_length_conflicts(config.training, config.model.seq_length)
 
 
 def _validate_logging(config: Config) -> Iterator[ConfigProblem]:

@@ -55,6 +55,18 @@ def format_value(value: Any) -> str:
     return str(value) or "''"
 
 
+def quote_value(value: Any) -> str:
+    """Format a value of the wrong type, with a string in quotes: '2' is not 2."""
+    return repr(value) if isinstance(value, str) else format_value(value)
+
+
+def describe_non_mapping(value: Any) -> str:
+    """Return the end of an error about a value that must be a mapping, which begins with the key."""
+    if value is None:
+        return "is empty (null); give it keys, or remove it"
+    return f"is {quote_value(value)}; it must be a mapping of keys to values"
+
+
 @dataclass(frozen=True)
 class YamlDocument:
     """Parsed file: its mapping, and the line of each key (counted from 1) by its path."""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator, model_validator
 
 from megatron.options.data import MAX_VOCAB_SIZE, TokenizerType
+from megatron.options.section import rephrase_message
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError
 
@@ -210,11 +211,11 @@ def _describe_problem(error: ValidationError) -> str:
     name = ".".join(str(part) for part in first["loc"]) or "the file"
     if first["type"] == "missing":
         return f"{name} is missing"
-    message = first["msg"].replace("Input should be", "it must be").replace("String should", "it must")
+    message = rephrase_message(first["msg"])
     if first["type"] == "value_error":
-        return f"{name}: {message.removeprefix('Value error, ')}"
+        return f"{name}: {message}"
     shown = repr(first["input"])
-    return f"{name} is {shown if len(shown) <= 60 else shown[:60] + ' …'}; {message[0].lower()}{message[1:]}"
+    return f"{name} is {shown if len(shown) <= 60 else shown[:60] + ' …'}; {message}"
 
 
 def compute_file_digest(path: Path) -> FileDigest:

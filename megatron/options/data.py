@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from megatron.options.section import CommaSeparated, ConfigSection, config_field
+from megatron.options.section import CommaSeparated, ConfigSection, config_field, require_count, require_pattern
 from megatron.utils.errors import UserError
 
 Split = Literal["train", "valid", "test"]
@@ -21,8 +21,13 @@ MAX_VOCAB_SIZE = 1 << 24
 """Largest vocabulary size. The largest in use have about a million tokens; a larger number in a damaged file would not
 fit into memory."""
 
-SET_NAME = r"^[A-Za-z][A-Za-z0-9_.-]*$"
-"""Names of validation sets."""
+SetName = Annotated[
+    str,
+    require_pattern(
+        r"[A-Za-z][A-Za-z0-9_.-]*", "the name of a set must start with a letter and use only letters, digits and _.-"
+    ),
+]
+"""Name of a validation set."""
 
 TokenizerType = Literal["bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"]
 
@@ -73,11 +78,12 @@ class CorpusOptions(ConfigSection):
     vocab_size: int | None = config_field(
         None, "vocabulary size of bpe: 256 byte values, <|endoftext|>, and learned tokens", ge=257, le=MAX_VOCAB_SIZE
     )
-    split: Annotated[list[float] | None, CommaSeparated, BeforeValidator(_parse_corpus_split)] = config_field(
+    split: Annotated[
+        list[float] | None, CommaSeparated, BeforeValidator(_parse_corpus_split), require_count(3, "fractions")
+    ] = config_field(
         lambda: [0.9, 0.05, 0.05],
-        "train, valid and test fractions; null (on the command line, none) writes one dataset without splits",
-        min_length=3,
-        max_length=3,
+        "train, valid and test fractions of the documents, which sum to 1, or a ratio such as 969,30,1; null (on the "
+        "command line, none) writes one dataset without splits",
         metavar="FRACTIONS|none",
     )
     packages: bool = config_field(False, "with python: include all installed packages")
@@ -137,7 +143,7 @@ class DataOptions(ConfigSection):
     valid_data_paths: list[CorpusName] = config_field(
         list, "corpora to validate on, as in train_data_paths", policy="data"
     )
-    valid_data_sets: dict[Annotated[str, Field(pattern=SET_NAME)], CorpusName] = config_field(
+    valid_data_sets: dict[SetName, CorpusName] = config_field(
         dict,
         "additional validation sets, each reported by name: {books: data/books, code: [data/c, data/python]}",
         policy="data",

@@ -4,9 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
-
-from megatron.options.section import ConfigSection, config_field
+from megatron.options.section import ConfigSection, config_field, require_pattern
 
 MAX_RANKS = 1024
 """Largest number of processes in a run, so that a mistyped number is reported at once."""
@@ -14,10 +12,16 @@ MAX_RANKS = 1024
 MAX_CORES = 4096
 """Largest number of CPU cores of a process, so that a mistyped number is reported at once."""
 
-Word = Annotated[str, Field(pattern=r"^[^\s'\"\\$`]+$")]
+Word = Annotated[
+    str,
+    require_pattern(r"[^\s'\"\\$`]+", "it must be one word without quotes, backslashes, dollar signs or backticks"),
+]
 """Word that needs no quoting in a batch script."""
 TIME_LIMIT_PATTERN = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 """SLURM's time formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours(:minutes(:seconds))."""
+TimeLimit = Annotated[
+    str, require_pattern(TIME_LIMIT_PATTERN.pattern, "it must be a time limit in SLURM's format: 90, 24:00:00 or 2-12")
+]
 
 
 class SlurmOptions(ConfigSection):
@@ -26,9 +30,9 @@ class SlurmOptions(ConfigSection):
     partition: Word | None = config_field(None, "partition, or several separated by commas", policy="machine")
     account: Word | None = config_field(None, "account to charge", policy="machine")
     qos: Word | None = config_field(None, "quality of service", policy="machine")
-    time: str | None = config_field(
+    time: TimeLimit | None = config_field(
         None, "time limit of one start in SLURM's format: 24:00:00, 2-12; it restarts when a job is requeued",
-        pattern=f"^{TIME_LIMIT_PATTERN.pattern}$", policy="machine",
+        policy="machine",
     )  # fmt: skip
     constraint: Word | None = config_field(None, "features that nodes must have", policy="machine")
     gpu_type: Word | None = config_field(None, "GPU type, if a cluster has several: a100", policy="machine")

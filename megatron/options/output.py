@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from megatron.options.model import MAX_LENGTH
-from megatron.options.section import MAX_STEPS, CommaSeparated, ConfigSection, config_field
+from megatron.options.section import MAX_STEPS, CommaSeparated, ConfigSection, config_field, require_pattern
+
+SpaceName = Annotated[str, require_pattern(r"([\w.-]+/)?[\w.-]+", "it must be the name of a Space, as OWNER/NAME")]
 
 
 class CheckpointOptions(ConfigSection):
@@ -132,7 +134,7 @@ class LoggingOptions(ConfigSection):
     wandb_team: str | None = config_field(None, "Weights & Biases entity", policy="output")
     use_trackio: bool = config_field(False, "report to Trackio", policy="output")
     trackio_project: str = config_field("farfield", "Trackio project", policy="output")
-    trackio_space: Annotated[str | None, Field(pattern=r"^([\w.-]+/)?[\w.-]+$")] = config_field(
+    trackio_space: SpaceName | None = config_field(
         None, "Hugging Face Space (owner/name) that Trackio sends records to; local files only if absent",
         policy="output",
     )  # fmt: skip

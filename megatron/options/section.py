@@ -6,10 +6,11 @@ section; `megatron.config.schema` combines all sections into one `Config`.
 
 import ast
 import inspect
+import re
 import textwrap
 from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 MAX_STEPS = 10**9
@@ -101,6 +102,35 @@ def _split_list(value: Any) -> Any:
 
 CommaSeparated = BeforeValidator(_split_list)
 """Marker of a key whose list may be written with commas: `Annotated[list[int], CommaSeparated]`."""
+
+
+def require_pattern(pattern: str, rule: str) -> AfterValidator:
+    """Return a marker of strings that match a whole pattern. `rule` ends the error: "it must be a single word"."""
+
+    def check(value: str) -> str:
+        if re.fullmatch(pattern, value) is None:
+            raise PydanticCustomError("pattern", "{rule}", {"rule": rule})
+        return value
+
+    return AfterValidator(check)
+
+
+def require_count(count: int, noun: str) -> AfterValidator:
+    """Return a marker of lists (or None) with a fixed number of items; `noun` is what they are, in the plural."""
+
+    def check(values: list[Any] | None) -> list[Any] | None:
+        if values is not None and len(values) != count:
+            raise PydanticCustomError("count", "{rule}", {"rule": f"it must be a list of {count} {noun}"})
+        return values
+
+    return AfterValidator(check)
+
+
+def rephrase_message(text: str) -> str:
+    """Rewrite one of pydantic's messages as the end of a sentence: `it must be a valid integer`."""
+    text = text.removeprefix("Value error, ").replace("Input should be", "it must be")
+    text = text.replace("String should", "it must")
+    return text[:1].lower() + text[1:]
 
 
 def config_field(

@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, model_validator
+from pydantic import BeforeValidator, model_validator
+from pydantic_core import PydanticCustomError
 
-from megatron.options.section import MAX_STEPS, CommaSeparated, ConfigSection, config_field
+from megatron.options.section import MAX_STEPS, CommaSeparated, ConfigSection, config_field, require_count
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DecayStyle = Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd", "infinite"]
@@ -39,11 +40,9 @@ class OptimizerParams(ConfigSection):
         gt=0,
         policy="schedule",
     )
-    betas: list[float] = config_field(
+    betas: Annotated[list[float], require_count(2, "numbers")] = config_field(
         lambda: [0.9, 0.95],
         "decay rates of Adam, or of Lion, whose default is [0.9, 0.99]",
-        min_length=2,
-        max_length=2,
         policy="numerics",
     )
     eps: float = config_field(1e-8, "Adam's epsilon", gt=0, policy="numerics")
@@ -254,16 +253,40 @@ class Bf16Options(ConfigSection):
     enabled: bool = config_field(False, "train in bfloat16 with float32 master weights", policy="numerics")
 
 
-def _check_multiples(values: list[str]) -> list[str]:
-    """Check that lengths are whole multiples of the training length, greater than 1, without duplicates."""
-    for value in values:
-        if re.fullmatch(r"[1-9]\d{0,3}x", value) is None or value == "1x":
-            raise ValueError(
-                f"{value} is not a whole multiple of the training length, such as 4x (1x is always included)"
+def _check_lengths(values: Any) -> Any:
+    """Check that lengths are numbers of tokens or multiples such as 4x."""
+    for number, value in enumerate(values if isinstance(values, list) else (), start=1):
+        is_multiple = isinstance(value, str) and re.fullmatch(r"[1-9]\d{0,3}x", value) is not None and value != "1x"
+        if not is_multiple and not (type(value) is int and value >= 1):
+            rule = (
+                f"item {number} must be a multiple of the training length, greater than 1, such as 4x, or a number "
+                "of tokens (1x is always included)"
             )
-        if values.count(value) > 1:
-            raise ValueError(f"{value} is listed more than once")
+            raise PydanticCustomError("eval_length", "{rule}", {"rule": rule})
     return values
+
+
+def count_eval_multiple(length: int | str, seq_length: int) -> int:
+    """Return an entry of `eval_lengths` as a multiple of the training length; 0 for tokens that are not a multiple."""
+    if isinstance(length, str):
+        return int(length.removesuffix("x"))
+    return 0 if length % seq_length else length // seq_length
+
+
+def find_eval_length_conflicts(training: "TrainingOptions", seq_length: int) -> Iterator[tuple[str, str]]:
+    """Yield validation lengths that are not whole multiples of the training length, or are given twice."""
+    multiples = []
+    for length in training.eval_lengths:
+        multiple = count_eval_multiple(length, seq_length)
+        if multiple < 2:
+            yield (
+                "eval_lengths",
+                f"eval_lengths: {length} tokens are not a multiple of seq_length {seq_length}, greater than 1; write "
+                f"multiples as 2x, or tokens as {2 * seq_length} (1x is always included)",
+            )
+        elif multiple in multiples:
+            yield "eval_lengths", f"eval_lengths: {multiple}x is listed more than once"
+        multiples.append(multiple)
 
 
 def _read_switch(value: Any) -> Any:
@@ -344,9 +367,9 @@ class TrainingOptions(ConfigSection):
         le=MAX_STEPS,
         policy="output",
     )
-    eval_lengths: Annotated[list[str], CommaSeparated, AfterValidator(_check_multiples)] = config_field(
+    eval_lengths: Annotated[list[int | str], BeforeValidator(_check_lengths), CommaSeparated] = config_field(
         list,
-        "additional validation lengths, in training lengths (2x,4x,16x), on the same tokens",
+        "additional validation lengths, in training lengths (2x,4x,16x) or tokens, on the same tokens",
         policy="output",
     )
     eval_at_start: bool = config_field(False, "also validate before the first step", policy="output")

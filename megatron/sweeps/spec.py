@@ -39,7 +39,7 @@ from megatron.config.position_overrides import list_overrides
 from megatron.config.schema import Config, KeyPath
 from megatron.config.stages import list_stage_configs
 from megatron.config.validation import check_config
-from megatron.config.yaml_files import YamlDocument, format_value, read_yaml
+from megatron.config.yaml_files import YamlDocument, describe_non_mapping, format_value, read_yaml
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.evaluation import EvaluationOptions
@@ -387,9 +387,7 @@ def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, An
             continue
         keys = document.values["sweep"]
         if not isinstance(keys, dict):
-            raise UserError(
-                f"{document.locate(('sweep',))}: sweep is {format_value(keys)}; it must be a mapping of keys"
-            )
+            raise UserError(f"{document.locate(('sweep',))}: sweep {describe_non_mapping(keys)}")
         for name in keys.keys() & values.keys():
             if values[name] != keys[name]:
                 old, new = setters[name].locate(("sweep", name)), document.locate(("sweep", name))

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from megatron.config.method_names import list_processor_values, list_temperature_values
 from megatron.config.schema import KeyPath, describe_validation_error
+from megatron.config.yaml_files import format_value
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.section import ConfigSection, list_accepted_names
 from megatron.options.sweep import (
@@ -113,7 +114,7 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
     for name, keys in options.variants.items():
         yield from _find_name_problems("variant", name, locate(("sweep", "variants", name)))
         yield from _find_owned_keys(keys, ("sweep", "variants", name), locate)
-        yield from _find_seed_problems(keys, locate(("sweep", "variants", name, SEEDS)))
+        yield from _find_seed_problems(keys, ("sweep", "variants", name, SEEDS), locate)
     yield from _find_branch_problems(options, locate)
     yield from _find_variant_problems(options.evaluations, options, ("sweep", "evaluations"), locate)
     for name, benchmark in options.benchmarks.items():
@@ -169,10 +170,13 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
 
 def _find_name_problems(kind: str, name: str, location: str) -> Iterator[str]:
     """Report names that are not valid folder names."""
-    if not VALID_NAME.fullmatch(name) or RUN_FOLDER.fullmatch(name):
-        yield f"{location}: {kind} {shorten_text(name)!r} is also a folder name: use only letters, digits and _.+-"
+    prefix = f"{location}: {kind} {shorten_text(name)!r}: {kind} names become folder names"
+    if RUN_FOLDER.fullmatch(name):
+        yield f"{prefix}, and this is the name of a run's folder; choose another"
+    elif not VALID_NAME.fullmatch(name):
+        yield f"{prefix}; use only letters, digits and _.+-, with a letter or digit first"
     elif len(name) > MAX_NAME_LENGTH:
-        yield f"{location}: {kind} {shorten_text(name)} is also a folder name: use at most {MAX_NAME_LENGTH} characters"
+        yield f"{prefix}; use at most {MAX_NAME_LENGTH} characters"
 
 
 def _find_owned_keys(keys: dict[str, Any], path: KeyPath, locate: Callable[[KeyPath], str]) -> Iterator[str]:
@@ -181,12 +185,12 @@ def _find_owned_keys(keys: dict[str, Any], path: KeyPath, locate: Callable[[KeyP
             yield f"{locate((*path, name))}: {name} is set by the sweep: use sweep.{instead}"
 
 
-def _find_seed_problems(keys: dict[str, Any], location: str) -> Iterator[str]:
+def _find_seed_problems(keys: dict[str, Any], path: KeyPath, locate: Callable[[KeyPath], str]) -> Iterator[str]:
     seeds = keys.get(SEEDS, [0])
     is_valid = isinstance(seeds, list) and seeds and all(type(s) is int and 0 <= s <= MAX_SEED for s in seeds)
     if not is_valid or len(set(seeds)) < len(seeds):
         given = shorten_text(str(seeds))
-        yield f"{location}: seeds is {given}; it must be a list of distinct integers, each at least 0"
+        yield f"{locate(path)}: {'.'.join(path)} is {given}; it must be a list of distinct integers, each at least 0"
 
 
 def _find_variant_problems(
@@ -213,11 +217,12 @@ def _find_branch_problems(options: SweepOptions, locate: Callable[[KeyPath], str
         try:
             branch = BranchOptions.model_validate(value)
         except ValidationError:
-            problems.append(f"{locate(path)}: branch is {value}; it must be {{variant: NAME, step: STEP}}")
+            given = f"{'.'.join(path)} is {format_value(value)}"
+            problems.append(f"{locate(path)}: {given}; it must be {{variant: NAME, step: STEP}}")
             continue
         if branch.variant not in options.variants:
             near = format_choices(branch.variant, options.variants)
-            problems.append(f"{locate(path)}: branch.variant is {branch.variant!r}, which is not a variant; {near}")
+            problems.append(f"{locate(path)}: {'.'.join(path)}.variant is {branch.variant!r}, not a variant; {near}")
     yield from problems
     if not problems and (left_out := options.variants.keys() - set(options.sort_variants())):
         names = ", ".join(sorted(left_out))

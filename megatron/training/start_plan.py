@@ -22,6 +22,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.build import check_position_options
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
+from megatron.options.training import count_eval_multiple
 from megatron.training.loss_guard import Rollback
 from megatron.utils.errors import UserError
 
@@ -170,7 +171,7 @@ def plan_checkpoint(
 
 def list_eval_multiples(config: Config) -> list[int]:
     """Return the further validation lengths, as multiples of seq_length."""
-    return [int(multiple.removesuffix("x")) for multiple in config.training.eval_lengths]
+    return [count_eval_multiple(length, config.model.seq_length) for length in config.training.eval_lengths]
 
 
 def check_eval_lengths(config: Config, max_length: int | None) -> None:

@@ -114,7 +114,10 @@ def test_another_temperature_is_fresh_and_the_old_one_dropped(corpus, trained: d
     keys = {"train_iters": 1, "load": str(tmp_path / "on"), **still}
     with pytest.raises(UserError, match=r"attention_temperature: this run has none.*set it explicitly to change it"):
         train(unnamed(tiny_config(corpus, tmp_path / "a", finetune=True, **keys), "attention_temperature"))
-    with pytest.raises(UserError, match=r"attention_temperature: this run has llama4.*a run cannot change its model"):
+    with pytest.raises(
+        UserError,
+        match=r"attention_temperature: this run has llama4.*resume with another architecture; .* set finetune=true",
+    ):
         train(tiny_config(corpus, tmp_path / "b", attention_temperature="llama4", **keys))
     assert not any((tmp_path / name / "checkpoints").exists() for name in "ab")
 
@@ -133,7 +136,9 @@ def test_unset_method_keys_are_rejected(corpus: Path, trained: dict[str, Path], 
         train(tiny_config(corpus, tmp_path / "b", pos_emb="rotary", **keys))
     with pytest.raises(UserError, match=r"num_layers: this run has 3.*finetuning cannot change this"):
         train(tiny_config(corpus, tmp_path / "c", pos_emb="alibi", num_layers=3, **keys))
-    with pytest.raises(UserError, match=r"pos_emb: this run has alibi.*a run cannot change its model"):
+    with pytest.raises(
+        UserError, match=r"pos_emb: this run has alibi.*resume with another architecture; to start .* finetune=true"
+    ):
         train(tiny_config(corpus, tmp_path / "d", pos_emb="alibi", **{**keys, "finetune": False}))
     assert not any((tmp_path / name / "checkpoints").exists() for name in "abcd")
 

@@ -69,14 +69,15 @@ def test_the_previous_checkpoint_is_used_and_reaches_the_same_end(
     checkpoint = run / "checkpoints" / layout.format_checkpoint_name(4)
     act(checkpoint)
     output = resumed(corpus, run)
-    (line,) = [line for line in output.splitlines() if "is damaged" in line]
+    (line,) = [line for line in output.splitlines() if "skipped because it is damaged" in line]
     assert line.startswith(f"{checkpoint}: skipped because it is damaged: ")
     assert words in line
     assert (
         f"resuming from {checkpoint.with_name(layout.format_checkpoint_name(2))} at step 2, "
         "the newest undamaged checkpoint" in output
     )
-    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001" in output
+    reason = "with a copy of the metrics, because it is damaged; the run resumes from step_0000002"
+    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001, {reason}" in output
     assert losses(run) == losses(trained)
     assert same_weights(run, trained)
     assert (run / "checkpoints" / "abandoned" / "0001" / "step_0000004").is_dir()
@@ -110,7 +111,10 @@ def test_rolling_back_needs_a_request_and_keeps_everything(trained: Path, run: P
     output = resumed(corpus, run, load=str(old), rollback=True, **rate)
     kept = read_config(run / "config.yml").checkpoint
     assert (kept.load, kept.rollback) == (str(run), False)  # the run's own file is kept, as for any run
-    assert f"step_0000004: moved to {run}/checkpoints/abandoned/0001 with a copy of the metrics" in output
+    assert (
+        f"step_0000004: moved to {run}/checkpoints/abandoned/0001, with a copy of the metrics, because of rollback=true"
+        in output
+    )
     assert losses(run)[:2] == losses(trained)[:2]
     assert losses(run)[3] != losses(trained)[3]
     aside = run / "checkpoints" / "abandoned" / "0001"

@@ -201,7 +201,7 @@ def test_all_problems_are_reported_with_their_location(write):
         r"^bad\.yml:3: train_iters is 100000.0; it must be an integer, written 100000$",
         r"^bad\.yml:4: hidden_dropout is 2; it must be less than 1$",
         r"^bad\.yml:5: weight_decay is true; it must be a number$",
-        r"^command line: seed is x; it must be an integer$",
+        r"^command line: seed is 'x'; it must be an integer$",
     ]
     for pattern in expected:
         assert any(re.search(pattern, line) for line in found), (pattern, found)
@@ -231,10 +231,19 @@ def test_all_problems_are_reported_with_their_location(write):
         ("gradient_accumulation_steps=1000001", "it must be at most 1000000"),
         ("train_batch_size=1000001", "it must be at most 1000000"),
         ("train_data_paths=a", "it must be a list"),
-        ("train_data_weights=[a]", "item 1 of train_data_weights is a; it must be a number"),
+        ("train_data_weights=[a]", "item 1 of train_data_weights is 'a'; it must be a number"),
         ("optimizer=adam", "it must be a mapping"),
         ("pos_emb_options=3", "it must be a mapping"),
-        ("optimizer.params.betas=[0.9]", "at least 2"),
+        ("optimizer.params.betas=[0.9]", "betas is [0.9]; it must be a list of 2 numbers"),
+        ("valid_data_sets={a b: x}", "valid_data_sets: 'a b': the name of a set must start with a letter and use only"),
+        ('seed="3"', "seed is '3'; it must be an integer, without quotes"),
+        ('zero_optimization.stage="1"', "zero_optimization.stage is '1'; did you mean 1? choose from 0, 1, 2, 3"),
+        ("lr=nan", "it must be a finite number"),
+        ("eval_lengths=[2x, y]", "item 2 must be a multiple of the training length, greater than 1, such as 4x, or"),
+        ("slurm.partition=[a b]", "slurm.partition is ['a b']; it must be a string"),
+        ("slurm.partition=a b", "slurm.partition is a b; it must be one word without quotes"),
+        ("slurm.time=soon", "slurm.time is soon; it must be a time limit in SLURM's format"),
+        ("slurm=null", "slurm is empty (null); give it keys, or remove it"),
         ("optimizer.params.lrr=1", "did you mean optimizer.params.lr?"),
         ("zero_optimization.stagge=1", "did you mean zero_optimization.stage?"),
         ("zero_optimization.stage=4", "choose from 0, 1, 2, 3"),
@@ -303,7 +312,7 @@ def test_an_empty_file_is_reported(write):
 def test_an_invalid_method_is_reported_with_other_problems(write):
     write(wrong="num_layers: two\npos_emb: ropee\n")
     found = problems(["wrong.yml"])
-    assert any(line.startswith("wrong.yml:1: num_layers is two; it must be") for line in found)
+    assert any(line.startswith("wrong.yml:1: num_layers is 'two'; it must be") for line in found)
     assert any(line.startswith("wrong.yml:2: pos_emb ropee is not available; ") for line in found)
 
 
@@ -435,3 +444,14 @@ def test_keys_of_an_unused_section_are_reported_together(write):
         "command line: slurm.mem has no effect: launcher is auto",
         "half.yml:2: fp16.loss_scale has no effect: precision is bf16",
     ]
+
+
+def test_validation_lengths_in_tokens_are_multiples_of_the_training_length(write):
+    length = load_config(["base"]).config.model.seq_length
+    assert load_config(["base"], [f"eval_lengths={2 * length},4x"]).config.training.eval_lengths == [2 * length, "4x"]
+    for lengths, fault in (
+        (f"[{length}]", f"{length} tokens are not a multiple of seq_length {length}, greater than 1"),
+        (f"[{2 * length + 1}]", f"{2 * length + 1} tokens are not a multiple of seq_length"),
+        (f"[{2 * length}, 2x]", "eval_lengths: 2x is listed more than once"),
+    ):
+        assert fault in only_problem(["base"], [f"eval_lengths={lengths}"])

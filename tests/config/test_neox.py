@@ -317,7 +317,7 @@ def test_all_spellings_of_document_masking(read):
     assert mask_of(dict.fromkeys(both, False)) == mask_of({"reset_position_ids": False}) == "causal"
     with pytest.raises(UserError, match=r"reset_position_ids: true needs reset_attention_mask: true"):
         read({**SMALL, "reset_position_ids": True})
-    with pytest.raises(UserError, match=r"reset_attention_mask is often; it must be true or false"):
+    with pytest.raises(UserError, match=r"reset_attention_mask is 'often'; it must be true or false"):
         read({**SMALL, "reset_attention_mask": "often"})
     with pytest.raises(UserError, match=r"reset_attention_mask and reset_position_ids true contradict attention_mask"):
         read({**SMALL, **both, "attention_mask": "causal"})
@@ -572,9 +572,9 @@ def test_invalid_null_keys_are_reported_with_their_line(tmp_path: Path) -> None:
         inner[last] = None
         if (problem := load_null(tmp_path, values)) is not None:
             refused += 1
-            assert re.fullmatch(rf".*null\.yml:\d+: {re.escape('.'.join(path))} is null; it must be .*", problem), (
-                problem
-            )
+            name = re.escape(".".join(path))
+            fault = r"is null; it must be .*|is empty \(null\); give it keys, or remove it"
+            assert re.fullmatch(rf".*null\.yml:\d+: {name} ({fault})", problem), problem
     assert refused > 10
 
 

@@ -63,7 +63,7 @@ def test_a_stage_can_set_its_batch_size() -> None:
         ("[{until: 9}, {precision: bf16}]", "stage 2: precision: belongs to the run"),
         ("[{until:9}]", "unknown key 'until:9'; YAML needs a space after the colon: {until: 9}"),
         ("[{until: 9}, {seq_len: 32}]", "command line, stage 2: unknown key 'seq_len'; did you mean seq_length?"),
-        ("[{until: 9}, {lr: fast}]", "stage 2: optimizer.params.lr is fast; it must be a number"),
+        ("[{until: 9}, {lr: fast}]", "stage 2: optimizer.params.lr is 'fast'; it must be a number"),
         ("[{until: 9}, {min_lr: 3}]", "stage 2: min_lr 3.0 is greater than optimizer.params.lr"),
         ("[{until: 9}, {train_data_weights: [1]}]", "stage 2: train_data_weights has 1 values for 2 paths"),
         ("[{until: 9}, {seq_length: 24}]", "seq_length 16 does not divide 24, the longest of the stages"),

@@ -43,6 +43,7 @@ def test_the_sequence_length_follows(tmp_path: Path, text: str, expected: int) -
             "task: even_pars\ntask_length: 4\n",
             r"task.yml:5: unknown task even_pars; did you mean even_pairs\?",
         ),
+        ("task: even_pars\n", r"^[^\n]*task.yml:5: unknown task even_pars; [^\n]*$"),  # and no missing task_length
         ("task: even_pairs\n", "task_length is missing"),
         ("task: even_pairs\ntask_length: 4\nseq_length: 9\n", "task.yml:7: seq_length is 9, but the longest .* has 5"),
         ("task: mqar\ntask_length: 65\n", "task.yml:6: task_length is 65: 8 pairs"),

@@ -264,7 +264,8 @@ def test_a_link_to_another_place_stays_a_link(texts, tmp_path):
         ({"vocab_size": 300}, "vocab_size: only tokenizer bpe accepts it"),
         ({"tokenizer": "HFTokenizer"}, r"needs its tokenizer\.json"),
         ({"workers": 0}, "workers is 0; it must be at least 1"),
-        ({"split": (1, 2)}, "split is .*; it must be a list of at least 3"),
+        ({"split": (1, 2)}, "split is .*; it must be a list of 3 fractions"),
+        ({"split": (0.5, 0.5, 0.5)}, r"split: \[0.5, 0.5, 0.5\] sums to 1.5; fractions must sum to 1, or be whole"),
         ({"suffixes": [".bad"]}, r"x\.bad:1: not UTF-8"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from tiny_runs import make_run
 
 import farfield
+from megatron.data.tokenizers import ByteTokenizer
 
 CDAPE = {"pos_emb": "kerple_log", "score_processor": "cdape", "score_processor_options": {"width": 4}}
 
@@ -28,20 +29,20 @@ TEXT = " ".join(str(number % 53) for number in range(200))
 def test_losses_match_the_logits(model: farfield.Model) -> None:
     tokens = model.encode(TEXT)
     scores = model.score(TEXT, 24)
-    assert scores.losses.shape == ((len(tokens) - 1) // 24, 24)
+    assert scores.values.shape == ((len(tokens) - 1) // 24, 24)
     window = torch.tensor(tokens[24 : 2 * 24 + 1])
     with torch.no_grad():
         logits = model.module(window[None, :-1])[0].double()
     expected = torch.nn.functional.cross_entropy(logits, window[1:], reduction="none")
-    np.testing.assert_allclose(scores.losses[1], expected.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(scores.values[1], expected.numpy(), rtol=1e-5)
     assert scores.tokens[1].tolist() == window[1:].tolist()
-    assert scores.perplexity == pytest.approx(math.exp(scores.losses.mean()))
-    assert scores.average_by_position()[3] == pytest.approx(scores.losses[:, 3].mean())
+    assert scores.perplexity == pytest.approx(math.exp(scores.values.mean()))
+    assert scores.average_by_position()[3] == pytest.approx(scores.values[:, 3].mean())
 
 
 def test_the_last_targets_of_a_window_have_the_others_before_them(model: farfield.Model) -> None:
     whole, last = model.score(TEXT, 96), model.score(TEXT, 96, stride=8)
-    np.testing.assert_allclose(last.losses[0], whole.losses[0, -8:], rtol=1e-5)
+    np.testing.assert_allclose(last.values[0], whole.values[0, -8:], rtol=1e-5)
     flat = last.tokens.reshape(-1).tolist()
     assert flat == model.encode(TEXT)[89 : 89 + len(flat)], "no target is left out, none is scored twice"
 
@@ -53,7 +54,7 @@ def test_scores_match_evaluate(corpus: Path, tmp_path: Path, monkeypatch: pytest
     (row,) = farfield.evaluate(run, "out", lengths=[40], protocol="nonoverlapping", data="text.txt")
     model = farfield.load(run, device="cpu")
     scores = model.score([*model.encode(TEXT), model.tokenizer.eod], 40)
-    assert row["tokens"] == scores.losses.size
+    assert row["tokens"] == scores.values.size
     assert row["perplexity"] == pytest.approx(scores.perplexity, rel=1e-6)
     assert farfield.read_results("out")[0]["perplexity"] == row["perplexity"]
 
@@ -85,6 +86,23 @@ def test_maps_are_the_softmax_of_their_logits(model: farfield.Model) -> None:
         assert np.abs(found.processor_term[:, ~hidden]).max() > 1e-4
     (only,) = model.attention_maps(TEXT[:80], layers=[1]).items()
     np.testing.assert_array_equal(only[1].weights, maps[1].weights)
+
+
+def test_single_values_and_negative_layers_are_accepted(model: farfield.Model) -> None:
+    last = model.attention_maps(TEXT[:20], layers=[-1])
+    assert list(last) == [model.num_layers - 1]
+    assert last.keys() == model.attention_maps(TEXT[:20], layers=[model.num_layers - 1]).keys()
+    options = {"max_new_tokens": 6, "temperature": 0}
+    assert model.generate("1 2 3", stop=" ", **options) == model.generate("1 2 3", stop=[" "], **options)
+    scores = model.score(TEXT, 24)
+    assert scores.losses is scores.values
+
+
+def test_bytes_are_the_tokens_of_the_bytes_tokenizer(model: farfield.Model) -> None:
+    with pytest.raises(farfield.UserError, match=r"^text is b'1 2'; only the bytes tokenizer reads bytes; give"):
+        model.score(b"1 2")
+    read_bytes = farfield.Model(model._loaded, ByteTokenizer(), {})
+    assert read_bytes._to_tokens("né".encode()).tolist() == read_bytes.encode("né") == [110, 195, 169]
 
 
 def test_rotary_has_maps_and_no_bias(corpus: Path, tmp_path: Path) -> None:
@@ -120,7 +138,7 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
             lambda model: model.generate("1", foo=3),
             "there is no option foo; choose from max_new_tokens, temperature, top_k, top_p, seed, stop, batch_size",
         ),
-        (lambda model: model.generate("1", stop=""), "stop is ''; it must be a list"),
+        (lambda model: model.generate("1", stop=""), "item 1 of stop is empty; leave it out"),
         (lambda model: model.generate(None), "prompt is None; it must be a string or a list of strings"),
         (lambda model: model.generate([1, 2]), "item 1 of prompt is 1; it must be a string"),
         (lambda model: model.decode([99]), "item 1 of tokens is 99; it must be an integer from 0 to 60"),
@@ -142,7 +160,7 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
         (lambda model: farfield.load("x", divice="cpu"), "load: there is no argument divice; did you mean device?"),
         (lambda model: farfield.sweep(), "name the files of the sweep"),
         (lambda model: model.generate("1", window=3), "window is an option of farfield.load"),
-        (lambda model: model.attention_maps("1 2", [2]), "item 1 of layers is 2; it must be an integer from 0 to 1"),
+        (lambda model: model.attention_maps("1 2", [2]), "item 1 of layers is 2; it must be an integer from -2 to 1"),
         (lambda model: model.attention_maps("1 2", []), "layers is empty; list layers"),
         (lambda model: model.attention_maps(""), "the text has no tokens"),
         (lambda model: model.bias_table(0), "length is 0; it must be an integer from 1 to"),
@@ -164,7 +182,7 @@ def test_messages_name_arguments_instead_of_options(model: farfield.Model, tmp_p
         farfield.analyze(run, tmp_path / "page", only=["kernel"])
     with pytest.raises(farfield.UserError, match="nowhere: not found; data expects a file"):
         farfield.evaluate(run, tmp_path, data=str(tmp_path / "nowhere"))
-    with pytest.raises(farfield.UserError, match=r"^num_layers is x; it must be an integer"):
+    with pytest.raises(farfield.UserError, match=r"^num_layers is 'x'; it must be an integer"):
         farfield.train("configs/model/125M.yml", num_layers="x")
 
 

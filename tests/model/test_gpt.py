@@ -328,7 +328,12 @@ def test_norms_and_activations_build_and_learn(norm: str, activation: str) -> No
     [
         ({}, {"name": "kerple_logg"}, None, "did you mean kerple_log"),
         ({}, {"name": "rotary", "pos_emb_options": {"fraction": 3.0}}, None, "fraction of rotary is 3.0"),
-        ({}, {"processor": "cdape", "score_processor_options": {"kernel_size": 4}}, None, "must be odd"),
+        (
+            {},
+            {"processor": "cdape", "score_processor_options": {"kernel_size": 4}},
+            None,
+            "must be a positive odd number",
+        ),
         ({}, {"score_processor_options": {"kernel_size": 3}}, None, "score_processor is none"),
         ({}, {"name": "kerple_log"}, "sdpa", r"choose from auto, (triton, )?eager, chunked"),
         ({}, {"name": "learned", "pos_emb_per_layer": True}, None, "pos_emb_per_layer"),

@@ -160,7 +160,7 @@ def test_zero_effect_initialization_is_reported() -> None:
 def test_invalid_options_are_rejected() -> None:
     for options, problem in (
         ({"query_kernel_size": 0}, "query_kernel_size of mta is 0; it must be at least 1"),
-        ({"key_kernel_size": 4}, "key_kernel_size of mta is 4; it must be odd"),
+        ({"key_kernel_size": 4}, "key_kernel_size of mta is 4; it must be a positive odd number"),
         ({"weights_query_kernel_size": 2}, "weights_key_kernel_size are 2 by 0; give both or none"),
         ({"head_kernel_size": 2}, "head_kernel_size of mta is 2; it must divide the 3 heads"),
         ({"group_norm": False, "gate": True}, "gate of mta is true, but it needs group_norm"),

@@ -87,7 +87,7 @@ def test_every_variant_is_trained_on_every_benchmark_with_its_seeds(place: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("copy:", "seed_3:"), "benchmark 'seed_3' is also a folder name"),
+        (("copy:", "seed_3:"), "benchmark 'seed_3': benchmark names become folder names"),
         (("task: copy_string", "task: copy_strig"), "copy_strig"),
         (("task: copy_string", "seed: 3"), "seed is set by the sweep: use sweep.seeds"),
         (("lengths: [4, 8]", "lenghts: [4, 8]"), "unknown key 'sweep.benchmarks.copy.evaluate.lenghts'"),

@@ -138,7 +138,7 @@ def assign_splits(documents: CorpusDocuments, fractions: tuple[float, ...] | Non
 def check_fractions(fractions: Sequence[float]) -> tuple[float, ...]:
     """Return three fractions normalized to sum to 1.
 
-    Raises UserError unless three nonnegative numbers, not all 0, are given.
+    Raises UserError unless three nonnegative numbers are given that sum to 1, or whole numbers in any ratio.
     """
     if (
         len(fractions) != 3
@@ -149,7 +149,13 @@ def check_fractions(fractions: Sequence[float]) -> tuple[float, ...]:
             f"split: {list(fractions)} is invalid; it must be three nonnegative fractions (train, valid, test), for "
             "example 0.9, 0.05, 0.05"
         )
-    return tuple(fraction / sum(fractions) for fraction in fractions)
+    total = sum(fractions)
+    if abs(total - 1) > 1e-6 and not all(float(fraction).is_integer() for fraction in fractions):
+        raise UserError(
+            f"split: {list(fractions)} sums to {total:g}; fractions must sum to 1, or be whole numbers in a ratio, "
+            "such as 969,30,1"
+        )
+    return tuple(fraction / total for fraction in fractions)
 
 
 def compute_split_counts(num_documents: int, fractions: Sequence[float]) -> list[int]:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from megatron.data.tasks.task import Task
 from megatron.options.data import DataOptions
+from megatron.options.section import rephrase_message
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
 
@@ -58,11 +59,11 @@ def find_option_problems(name: str, options: Mapping[str, Any]) -> Iterator[tupl
                 accepted = format_choices(option, names) if names else "it takes no options"
                 yield f"task_options.{option}", f"task {name} has no option {option!r}; {accepted}"
             elif not option:
-                yield "task_options", f"task_options of {name}: {item['msg'].removeprefix('Value error, ')}"
+                yield "task_options", f"task_options of {name}: {rephrase_message(item['msg'])}"
             else:
-                reason = item["msg"][0].lower() + item["msg"][1:]
                 value = "null" if item["input"] is None else repr(item["input"])
-                yield f"task_options.{option}", f"task_options.{option} is {value}; {reason}"
+                problem = f"task_options.{option} is {value}; {rephrase_message(item['msg'])}"
+                yield f"task_options.{option}", problem
 
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
@@ -162,7 +163,7 @@ def find_task_problems(data: DataOptions) -> Iterator[tuple[str, str]]:
         return
     option_problems = list(find_option_problems(data.task, data.task_options))
     yield from option_problems
-    if data.task_length is None:
+    if data.task_length is None and data.task in list_tasks():
         yield "task_length", f"task_length is missing (the longest input of {data.task} in training)"
     if option_problems or data.task_length is None:
         return

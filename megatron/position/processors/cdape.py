@@ -132,7 +132,7 @@ class Cdape(Processor):
         if width < 1:
             raise OptionError("width", f"is {width}; it must be at least 1")
         if kernel_size < 1 or kernel_size % 2 == 0:
-            raise OptionError("kernel_size", f"is {kernel_size}; it must be odd: 1, 3, 5, 7 …")
+            raise OptionError("kernel_size", f"is {kernel_size}; it must be a positive odd number: 1, 3, 5, 7 …")
         self.width, self.kernel_size, self.residual_bias = width, kernel_size, residual_bias
         self.left_context = kernel_size // 2  # hidden values there are not zero, although their inputs are
         heads = dims.num_heads

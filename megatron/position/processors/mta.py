@@ -175,7 +175,9 @@ class Mta(Processor):
                 least = "0 (none) or more" if prefix else "at least 1"
                 raise OptionError(f"{prefix}query_kernel_size", f"is {num_rows}; it must be {least}")
             if num_columns < 1 or num_columns % 2 == 0:
-                raise OptionError(f"{prefix}key_kernel_size", f"is {num_columns}; it must be odd: 1, 3, 5, 7 …")
+                raise OptionError(
+                    f"{prefix}key_kernel_size", f"is {num_columns}; it must be a positive odd number: 1, 3, 5, 7 …"
+                )
         heads = dims.num_heads
         head_kernel_size = heads if head_kernel_size is None else head_kernel_size
         if head_kernel_size < 1 or heads % head_kernel_size:
