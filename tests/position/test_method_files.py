@@ -189,7 +189,7 @@ def test_declarations_consist_of_builtin_types(add) -> None:
         catalog.read_encoding_facts("mine")
 
 
-def test_the_catalogue_needs_no_torch() -> None:
+def test_the_catalog_needs_no_torch() -> None:
     code = "import sys; from megatron.position.catalog import *; [read_encoding_facts(n) for n in list_encodings()]; "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=catalog.FOLDER.parent.parent).returncode == 0

@@ -18,7 +18,7 @@ from megatron.kernels.cdape_attention import op
 from megatron.kernels.cdape_attention.args import CdapeArgs
 from megatron.kernels.cdape_attention.cpu import cdape_attention as attend_on_cpu
 from megatron.kernels.cdape_attention.gated_op import attend_with_gates
-from tools.rounding import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
+from tools.tolerances import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
 cdape_attention = takes_fields(op.cdape_attention)
 pytestmark = pytest.mark.usefixtures("uninitialised_is_nan")
