@@ -80,16 +80,18 @@ def publish(runs: Path, output: Path, console: Console, name: str = BOARDS[0]) -
         records, failures = select_complete_benchmarks(plan, saved)
     except UserError as error:
         raise UserError(f"{runs}: {error}") from None
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / RESULTS_FILE
-        write_records(results, records)
-        write_failures(results, failures)
-        write_experiment(results, Experiment(experiment.title, experiment.against, leaderboard=experiment.leaderboard))
-        for suffix in (".md", ".html"):
+    # Cells of needle maps are most of the records, and the runs' files contain them. Only the HTML page draws them.
+    by_length = [record for record in records if record.axis == "length"]
+    published = Experiment(experiment.title, experiment.against, leaderboard=experiment.leaderboard)
+    for suffix, shown in ((".md", by_length), (".html", records)):
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder) / RESULTS_FILE
+            write_records(results, shown)
+            write_failures(results, failures)
+            write_experiment(results, published)
             combine_results([results], Console(quiet=True), output=output / f"{name}{suffix}")
-            console.print(f"written: {output / name}{suffix}", markup=False, highlight=False, soft_wrap=True)
-    # The JSON omits the cells of the needle maps: they are most of the records, and the runs' files contain them.
-    path = write_records(output / f"{name}.json", [record for record in records if record.axis == "length"])
+        console.print(f"written: {output / name}{suffix}", markup=False, highlight=False, soft_wrap=True)
+    path = write_records(output / f"{name}.json", by_length)
     write_failures(path, failures)
     console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
 
