@@ -185,7 +185,7 @@ def test_a_configuration_of_this_format_is_read_as_it_was_written(tmp_path: Path
     [
         (
             "num_layers: two\n",
-            "config.yml: not a checkpoint's configuration: num_layers is two; it must",
+            "config.yml: not a checkpoint's configuration: num_layers is 'two'; it must",
         ),
         ("num_layers: [\n", "config.yml: not a checkpoint's configuration: config.yml:2: not valid YAML"),
         (None, "config.yml: not found; the checkpoint is damaged"),

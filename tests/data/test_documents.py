@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from megatron.data.corpus.documents import assign_documents, check_fractions, compute_split_counts
 from megatron.utils.errors import UserError
 
-shares = st.tuples(*[st.sampled_from([0.0, 0.01, 0.3, 1.0, 7.0, 95.0])] * 3).filter(lambda s: sum(s) > 0)
+whole_numbers = st.tuples(*[st.sampled_from([0, 1, 7, 30, 95, 700, 9500])] * 3).filter(lambda s: sum(s) > 0)
+shares = whole_numbers | whole_numbers.map(lambda s: tuple(number / sum(s) for number in s))
 
 
 @given(st.integers(3, 3000), shares)

@@ -97,7 +97,7 @@ def test_every_variant_is_trained_on_every_benchmark_with_its_seeds(place: Path)
         (("seeds: [1, 2]", "seeds: [1, 1]"), "seeds is [1, 1]; it must be a list of distinct integers"),
         (("seeds: [1, 2]", "seeds: 3"), "seeds is 3; it must be a list"),
         (("output: out", "output: out\n      jobs: 0"), "sweep.jobs is 0; it must be at least 1 or auto"),
-        (("output: out", "output: out\n      jobs: autoo"), "sweep.jobs is autoo; it must be an integer or auto"),
+        (("output: out", "output: out\n      jobs: autoo"), "sweep.jobs is 'autoo'; it must be an integer or auto"),
         (("ablations: [cdape]", "ablations: [cdap]"), "'cdap' is not a score processor"),
         (("ablations: [cdape]", "ablation: [cdape]"), "unknown key 'sweep.leaderboard.abl"),
         (("hidden_size: 16\n            num", "hiden_size: 16\n            num"), "unknown key 'hiden_size'"),

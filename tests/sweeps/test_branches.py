@@ -76,7 +76,7 @@ def test_invalid_branches(place: Path) -> None:
             read_sweep(["sweep.yml"])
         return str(caught.value)
 
-    assert "branch.variant is 'trunc', which is not a variant; did you mean trunk?" in problem(
+    assert "branch.variant is 'trunc', not a variant; did you mean trunk?" in problem(
         "variant: trunk", "variant: trunc"
     )
     assert "it must be {variant: NAME, step: STEP}" in problem("step: 3", "step: 0")

@@ -262,7 +262,9 @@ def test_a_resumed_run_counts_its_existing_checkpoints(corpus: Path, tmp_path: P
     config = tiny_config(corpus, tmp_path, checkpoint_factor=1, keep_last_n_checkpoints=2, train_iters=9)
     size = 4 * count_parameters(plan_model(config), 61)
     for step in (4, 5):
-        (tmp_path / "checkpoints" / f"step_000000{step}").mkdir(parents=True)
+        checkpoint = tmp_path / "checkpoints" / f"step_000000{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "config.yml").touch()
     resumed = config.replace(load=str(tmp_path))
 
     def check(config: Config) -> None:
