@@ -36,6 +36,7 @@ class RankAgreement:
 
     length_ratio: float
     methods: tuple[str, ...]
+    """Methods that both orders contain. `compare_orders` sorts them, the best first."""
     tau: float
     interval: tuple[float, float] | None
     num_seeds: int
@@ -141,7 +142,7 @@ def build_agreement_table(
     best_agreements = {
         num: {found.length_ratio: found for found in compare_orders(table, other, num)} for num in num_best
     }
-    methods = dict.fromkeys(m for agreement in reversed(agreements) for m in _sort_methods(table, agreement))
+    methods = dict.fromkeys(m for agreement in reversed(agreements) for m in agreement.methods)
 
     def format_values(method: str, length_ratio: float) -> str:
         cells = [t.cells.get((method, t.train_length * length_ratio)) for t in (table, other)]
@@ -163,11 +164,6 @@ def build_agreement_table(
             "seeds of each experiment that has several. Resampling adds noise, which lowers τ.",
         ),
     )
-
-
-def _sort_methods(table: ComparisonTable, agreement: RankAgreement) -> list[str]:
-    """Sort the methods of an agreement by their values, the best first."""
-    return sorted(agreement.methods, key=lambda m: table.cells[m, table.train_length * agreement.length_ratio].mean)
 
 
 def _select_shared_seeds(table: ComparisonTable, methods: Sequence[str], x: float) -> list[list[Record]]:
