@@ -213,6 +213,19 @@ def test_a_corpus_of_other_sources_is_named(texts, tmp_path, monkeypatch):
     assert contents(corpus.folder) == before
 
 
+@pytest.mark.parametrize("recorded", ["today's", "an earlier version's"])
+def test_the_included_text_is_the_same_after_another_installation(tmp_path, monkeypatch, recorded):
+    text = Path(shutil.copy(sources_module.SHAKESPEARE, tmp_path))
+    monkeypatch.setattr(sources_module, "SHAKESPEARE", text)
+    assert not prepare(["shakespeare"], tmp_path / "out").reused
+    if recorded != "today's":
+        stored = json.loads((tmp_path / "out/corpus.json").read_text(encoding="utf-8"))
+        stored["made_from"]["files"] = "0" * 64
+        (tmp_path / "out/corpus.json").write_text(json.dumps(stored), encoding="utf-8")
+    os.utime(text, (1, 1))
+    assert prepare(["shakespeare"], tmp_path / "out").reused
+
+
 def test_a_damaged_corpus_is_noticed_and_replaced_on_demand(texts, tmp_path):
     arguments = {"sources": [str(texts)], "output": tmp_path / "out"}
     prepare(**arguments)

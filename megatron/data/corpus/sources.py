@@ -26,7 +26,7 @@ import os
 import sysconfig
 import tokenize
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -73,7 +73,7 @@ class SourceFile:
     name: str
     format: SourceFormat
     size: int  # bytes on disk
-    modified: int  # nanoseconds
+    modified: int  # nanoseconds; 0 for a text that this project includes
     hub: HubDataset | None = None  # set if the source is a hub dataset
 
 
@@ -125,7 +125,8 @@ def scan_sources(
         if source == "python":
             files += _list_library_files(packages)
         elif source == "shakespeare":
-            files.append(describe_source_file(SHAKESPEARE))
+            # the same text everywhere, but its file is as old as the checkout or the installation
+            files.append(replace(describe_source_file(SHAKESPEARE), modified=0))
         elif is_url(source):
             raise UserError(_reject_remote_source(source))
         elif source.startswith(HUB_PREFIX) and not is_saved_dataset(Path(source.removeprefix(HUB_PREFIX))):
