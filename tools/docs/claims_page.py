@@ -257,7 +257,7 @@ def _render_parts() -> Iterator[str]:
 
 CONCLUSION = """
 The text of `zoo` is that of the [leaderboard](results/zoo.md); that of `tasks_mqar` is a task
-([tasks.md](results/tasks.md)). The others were trained on Python's standard library ([small.md](results/small.md)).
+([tasks.md](results/tasks.md)); [small.md](results/small.md) states those of the others.
 
 To change a verdict, train the record again with more seeds, for example
 `./deepy.py sweep small dape_t10 'sweep.seeds=[1, 2, 3, 4, 5]'`, replace the record, and run `make docs`.

@@ -18,7 +18,15 @@ if __name__ == "__main__":
 import matplotlib.image  # noqa: E402
 
 from megatron.config import reference  # noqa: E402
-from tools.docs import agreement_page, card_page, claims_page, parallel_page, position_plots, positions_page  # noqa: E402
+from tools.docs import (  # noqa: E402
+    agreement_page,
+    card_page,
+    claims_page,
+    parallel_page,
+    position_plots,
+    positions_page,
+    small_page,
+)
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 SHOWN_TEXT = re.compile(r"<text[^>]*>([^<]*)<")
@@ -30,6 +38,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     claims_page.PAGE: claims_page.render_page,
     card_page.PAGE: card_page.render_page,
     agreement_page.PAGE: agreement_page.render_page,
+    small_page.PAGE: small_page.render_page,
 }
 
 
