@@ -25,10 +25,11 @@ from megatron.config.yaml_files import dump_yaml, format_value, parse_scalar, qu
 from megatron.options.data import DataOptions
 from megatron.options.launch import LaunchOptions
 from megatron.options.model import ModelOptions
+from megatron.options.optimizer import OptimizerOptions
 from megatron.options.output import CheckpointOptions, LoggingOptions
 from megatron.options.position import PositionOptions
 from megatron.options.section import ChangePolicy, ConfigSection, list_accepted_names, read_docstring, rephrase_message
-from megatron.options.training import BATCH_SIZES, OptimizerOptions, TrainingOptions
+from megatron.options.training import BATCH_SIZES, TrainingOptions
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices, format_quantity

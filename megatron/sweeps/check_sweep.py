@@ -9,9 +9,9 @@ from rich.console import Console
 from megatron.checkpoint.layout import list_checkpoints
 from megatron.checkpoint.run_folder import LOCK, is_saved_config
 from megatron.data.corpus_metadata import CORPUS_FILE
-from megatron.reports.records import RESULTS_FILE, RunFailure
+from megatron.reports.records import RESULTS_FILE
 from megatron.reports.results_output import check_no_foreign_results
-from megatron.reports.run_records import RunOutcome
+from megatron.reports.run_records import RunFailure, RunOutcome
 from megatron.sweeps.remaining_work import (
     MemberWork,
     check_member_starts,

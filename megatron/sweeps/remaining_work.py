@@ -33,7 +33,8 @@ from megatron.launch import slurm
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.section import list_accepted_names
-from megatron.reports.records import RESULTS_FILE, Record, RunFailure, read_records
+from megatron.reports.records import RESULTS_FILE, Record, read_records
+from megatron.reports.run_records import RunFailure
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training import metrics_log
 from megatron.training.check_resources import check_free_space, estimate_disk_need

@@ -32,9 +32,16 @@ from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_benchmarks import LeaderboardPlan
-from megatron.reports.records import RESULTS_FILE, Record, RunFailure
+from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.results_output import print_comparison_tables, print_leaderboard
-from megatron.reports.run_records import RunOutcome, get_run_file, read_run_file, sort_baselines_last, write_run_file
+from megatron.reports.run_records import (
+    RunFailure,
+    RunOutcome,
+    get_run_file,
+    read_run_file,
+    sort_baselines_last,
+    write_run_file,
+)
 from megatron.sweeps.remaining_work import list_text_files
 from megatron.sweeps.spec import Sweep, SweepMember, find_ablations
 from megatron.utils.atomic_io import make_folder, write_page_atomically
