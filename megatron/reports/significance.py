@@ -253,7 +253,7 @@ def bootstrap_loss_interval(record: Record, against_record: Record) -> tuple[flo
 def _run_t_test(differences: Sequence[float], variances: Sequence[SeedVariance], size: float) -> TTest:
     """Run a two-sided t-test of the mean of differences [seeds].
 
-    If all differences are equal (up to the rounding of values of a size), p is 0, or 1 if they are all 0.
+    If all differences are equal, up to the rounding of values as large as `size`, p is 0, or 1 if all of them are 0.
     """
     mean, rounding = statistics.fmean(differences), 1e-12 * max(1.0, size)
     if max(differences) - min(differences) <= rounding:
