@@ -128,7 +128,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pydantic",
         "ruamel",
         "megatron.position.catalog",
-        "megatron.utils",
+        *OURS,
     ),
     "megatron/evaluation": (
         *NUMERIC,

@@ -31,6 +31,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megatron.options.section import describe_field_error
 from megatron.reports import axes, metrics
 from megatron.reports.metrics import METRICS, Metric
 from megatron.utils.atomic_io import parse_json, write_text_atomically
@@ -255,15 +256,7 @@ def record_from_row(row: dict[str, Any]) -> Record:
     try:
         return Record.model_validate({"metric": metric_names[0]} | {fields.get(name, name): row[name] for name in row})
     except ValidationError as error:
-        first_error = error.errors()[0]
-        field = ".".join(str(part) for part in first_error["loc"])
-        if first_error["type"] == "missing":
-            raise UserError(f"{field} is missing") from error
-        reason = first_error["msg"].removeprefix("Value error, ")
-        if not field:
-            raise UserError(reason) from error
-        name = file_names.get(field, field)
-        raise UserError(f"{name} = {row.get(name)!r}: {reason.lower()}") from error
+        raise UserError(describe_field_error(error, file_names)) from error
 
 
 def _get_file_field_names(metric: str) -> dict[str, str]:
@@ -327,7 +320,7 @@ def read_records(path: str | Path) -> list[Record]:
         text = path.read_text(encoding="utf-8")
         content = parse_json(text)
     except FileNotFoundError as error:
-        raise UserError(f"{path}: not found; {suggest_path(path)}".rstrip("; ")) from error
+        raise UserError(f"{path}: no such file; {suggest_path(path)}".rstrip("; ")) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:

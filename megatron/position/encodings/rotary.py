@@ -27,8 +27,7 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 MAX_CACHED_ROTATIONS = 8
 """Number of token ranges whose cosines and sines an encoding caches.
 
-There are ranges of training, of evaluation and of the two chunks of a rank, and separate ones for queries and keys if
-they are rotated by different angles.
+These are training's and evaluation's and the two of a rank, and separately for queries and keys if these differ.
 """
 XPOS_START, XPOS_BITS = 0.4, 8
 """ζ of the fastest pair is 0.4/1.4; XPOS_BITS bits of a type's exponent range are reserved for the queries
