@@ -343,7 +343,7 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
             (
                 method,
                 tuple(
-                    str(comparisons.get((method, x)) or _explain_missing_pair(table, (method, against), x))
+                    str(comparisons.get((method, x)) or _describe_missing_pair(table, (method, against), x))
                     for x in table.x_values
                 ),
             )
@@ -353,7 +353,7 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
     )
 
 
-def _explain_missing_pair(table: ComparisonTable, methods: Sequence[str], x: float) -> str:
+def _describe_missing_pair(table: ComparisonTable, methods: Sequence[str], x: float) -> str:
     """Return the text for a missing comparison: a method without a value, or no common seed."""
     missing_methods = [method for method in methods if (method, x) not in table.cells]
     return table.get_missing_text(missing_methods[0], x) if missing_methods else "no seed in common"
