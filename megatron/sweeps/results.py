@@ -9,7 +9,7 @@ repository can contain what they measured, and a run is repeated if its file is 
 
 Each of these files belongs to one run, so machines that divide a sweep never write the same one. It contains a digest
 of what decides the records: the keys that affect training, the code of methods outside the project, the content of
-corpora and texts, and the options of the evaluations. Beside them is what a report needs (`save_experiment`).
+corpora and texts, and the options of the evaluations. A file next to them has what a report needs (`save_experiment`).
 """
 
 import hashlib

@@ -44,7 +44,7 @@ def find_row(row, extent, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_logits(logits_ptr, columns, columns_seen, R, C, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Load a row's logits of all heads [BLOCK_H, BLOCK_N] in base 2, −∞ where there are none."""
+    """Load a row's logits of all heads [BLOCK_H, BLOCK_N] in base 2, −∞ in columns that have none."""
     head = tl.arange(0, BLOCK_H)
     pointers = logits_ptr + (head.to(tl.int64) * R * C)[:, None] + columns[None, :]
     seen = (head < H)[:, None] & (columns < C)[None, :]
