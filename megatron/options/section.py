@@ -107,7 +107,7 @@ def _split_list(value: Any) -> Any:
     """Convert a single value, or comma-separated text of the command line (64,256), to a list."""
     if isinstance(value, str):
         parts = [part.strip() for part in value.split(",") if part.strip()]
-        return [int(part) if part.isdecimal() else part for part in parts]
+        return [int(part) if part.removeprefix("-").isdecimal() else part for part in parts]
     return [value] if isinstance(value, int) and not isinstance(value, bool) else value
 
 

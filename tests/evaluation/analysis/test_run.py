@@ -246,7 +246,7 @@ def test_every_picture_is_drawn_in_both_widths(place: Path, corpus: Path, monkey
 
 def test_negative_indices_count_from_the_end() -> None:
     model = SimpleNamespace(num_layers=4, num_attention_heads=2)
-    options = AnalysisOptions(layers=[-1, 0, 3, -5, 7], heads=[-2])
+    options = AnalysisOptions(layers="-1,0,3,-5,7", heads="-2")  # type: ignore[arg-type]  # as on the command line
     context: Any = SimpleNamespace(config=SimpleNamespace(model=model), options=options)
     assert AnalysisContext.drawn_layers.__get__(context) == [3, 0], "without repetitions and missing layers"
     assert AnalysisContext.drawn_heads.__get__(context) == [0]
