@@ -109,7 +109,7 @@ def test_an_installed_project_knows_its_files(installed: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["Megatron-LM", "regular package"])
-def test_another_projects_megatron_is_refused(kind: str, installed: Path, tmp_path: Path) -> None:
+def test_another_projects_megatron_is_rejected(kind: str, installed: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "megatron"
     (other / "training").mkdir(parents=True)
     if kind == "regular package":
@@ -132,7 +132,7 @@ def test_another_projects_megatron_is_refused(kind: str, installed: Path, tmp_pa
         (("__init__.py",), "Farfield's package `megatron`"),
     ],
 )
-def test_a_checkout_beside_megatron_lm_is_right_or_refused(
+def test_a_checkout_beside_megatron_lm_is_right_or_rejected(
     files: tuple[str, ...], hidden: str | None, tmp_path: Path
 ) -> None:
     """A checkout's own modules come first, but not before a regular package, and megatron-core is the installed one."""

@@ -74,7 +74,7 @@ def test_fewer_draws_come_to_the_same_judgement(scale: float) -> None:
     assert (ratio <= SAFETY_FACTOR) == (scale <= SAFETY_FACTOR)
 
 
-def test_results_of_other_names_or_shapes_are_refused() -> None:
+def test_results_of_other_names_or_shapes_are_rejected() -> None:
     found = dict(_products(torch.float32))
     with pytest.raises(AssertionError, match="sum"):
         compute_error_ratio({"products": found["products"]}, lambda: found, torch.float32)

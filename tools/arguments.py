@@ -67,7 +67,7 @@ def parse_output_path(text: str) -> Path:
 
 
 def parse_record_path(text: str) -> Path:
-    """Parse the path of a record; `records.write_record` writes a page with the same stem beside it."""
+    """Parse the path of a record; `records.write_record` writes a page with the same stem next to it."""
     path = parse_output_path(text)
     if path.suffix == ".md":
         raise argparse.ArgumentTypeError(f"{text} is the name of the page; choose another extension, such as .json")

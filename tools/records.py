@@ -1,4 +1,4 @@
-"""Records in docs/results: the JSON file, the page beside it, and their provenance.
+"""Records in docs/results: the JSON file, the page next to it, and their provenance.
 
 Versions come from the metadata of installed packages. A machine without most packages can therefore be described too,
 and nothing heavy is imported.
@@ -46,7 +46,7 @@ def collect_provenance(script: str, device: str) -> dict[str, Any]:
 
 
 def write_record(path: Path, record: dict[str, Any], page: str | None = None) -> None:
-    """Write a record as JSON and, if given, its page beside it as .md."""
+    """Write a record as JSON and, if given, its page next to it as .md."""
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if page is not None:
         path.with_suffix(".md").write_text(page, encoding="utf-8")

@@ -326,7 +326,10 @@ class ConfigLayers:
             self.problems.append(f"{where}: {self._describe_unknown_key(path, value)}")
             return
         if key is not None and (key.opens or key.allows_free_values):
-            if not isinstance(value, dict):
+            is_switch = any(path == switch[:1] for switch in PRECISION_SWITCHES)  # `precision` is the key to unset
+            if value is None and where == COMMAND_LINE and not is_switch:
+                self._unset_inside(path)
+            elif not isinstance(value, dict):
                 self.problems.append(f"{where}: {name} {describe_non_mapping(value)}")
             return  # an empty mapping has no effect
         rule = self.value_rules.get(name, {}).get(value) if isinstance(value, str) else None
@@ -334,6 +337,13 @@ class ConfigLayers:
             yield path, value
         else:
             yield from rule.translate(path, setting, self)
+
+    def _unset_inside(self, path: KeyPath) -> None:
+        """Unset the keys inside a mapping that earlier layers set."""
+        for inner in [inner for inner in self.values if inner[: len(path)] == path]:
+            old = self.values.pop(inner)
+            unset = f"{'.'.join(inner)} {format_value(old.value)} ({old.where})"
+            self.replacements.append(f"{unset} unset by {'.'.join(path)} null ({COMMAND_LINE})")
 
     def _resolve_precision(self, layer: dict[KeyPath, SourcedValue]) -> None:
         """Combine a layer's `precision`, `fp16` and `bf16` into one `precision`.

@@ -39,7 +39,7 @@ from megatron.config.validation import describe_unknown_method, validate_config
 from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, quote_value, read_yaml
 from megatron.options.data import DataOptions
 from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, get_ffn_hidden_size
-from megatron.options.training import SCHEDULE_KEYS
+from megatron.options.optimizer import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
 from megatron.utils.errors import UserError, check_reachable
 from megatron.utils.formatting import suggest_names

@@ -305,12 +305,12 @@ def find_attention_config_problem(value: Any, methods: ChosenMethods) -> str | N
     others = sorted({str(name) for names in patterns for name in names if name not in ("global", "flash")})
     reasons: dict[str, list[str]] = {}
     for name in others:
-        reasons.setdefault(_explain_attention(name), []).append(name)
+        reasons.setdefault(_describe_unsupported_attention(name), []).append(name)
     refused = [f"attention {', '.join(names)} is not supported: {reason}" for reason, names in reasons.items()]
     return "; ".join(refused) or None
 
 
-def _explain_attention(name: str) -> str:
+def _describe_unsupported_attention(name: str) -> str:
     """Return why an attention type of GPT-NeoX is not supported, and the alternative."""
     if name.startswith("ring"):  # ring, ringX1 etc.: global attention on several GPUs
         return _RING

@@ -54,7 +54,9 @@ run lists what they replaced:
 - Name a file by its path, or by its name with or without `.yml`. Farfield searches `configs/` and its subfolders for
   names, and with `-d FOLDER` that folder first. Paths inside files are relative to the current directory.
 - The folders `model/`, `position/`, `cluster/` and `finetune/` of `configs/` contain parts of a training. All other
-  files there have a `sweep:` mapping, and are started with `./deepy.py sweep`.
+  files there have a `sweep:` mapping, and are started with `./deepy.py sweep`: those in `experiment/` after a size
+  (`small` or `paper`), `zoo`, `zoo_3m` and `decays` after `quickstart`, `chomsky_paper` after `chomsky`, and the others
+  alone.
 - Files are YAML 1.2: `6e-4` is a number, `true` and `True` are the same, and JSON with trailing commas is valid. Keys
   may have dashes or underscores. Repeated keys and unknown keys are errors.
 - A file may contain at most 10,000 values, counting expanded aliases (`*name`), and 1 MiB.

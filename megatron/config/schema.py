@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,13 +25,23 @@ from megatron.config.yaml_files import dump_yaml, format_value, parse_scalar, qu
 from megatron.options.data import DataOptions
 from megatron.options.launch import LaunchOptions
 from megatron.options.model import ModelOptions
+from megatron.options.optimizer import OptimizerOptions
 from megatron.options.output import CheckpointOptions, LoggingOptions
 from megatron.options.position import PositionOptions
-from megatron.options.section import ChangePolicy, ConfigSection, list_accepted_names, read_docstring, rephrase_message
-from megatron.options.training import BATCH_SIZES, OptimizerOptions, TrainingOptions
+from megatron.options.section import (
+    BOUND_MESSAGES,
+    EXPECTED_TYPES,
+    ChangePolicy,
+    ConfigSection,
+    describe_requirement,
+    list_accepted_names,
+    name_location,
+    read_docstring,
+)
+from megatron.options.training import BATCH_SIZES, TrainingOptions
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import UserError
-from megatron.utils.formatting import format_choices, format_quantity
+from megatron.utils.formatting import format_choices
 
 KeyPath = tuple[str, ...]
 
@@ -241,26 +251,6 @@ def get_default_value(key: str) -> Any:
 
 SectionT = TypeVar("SectionT", bound=ConfigSection)
 
-EXPECTED_TYPES = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "int_parsing": "an integer",
-    "float_parsing": "a number",
-    "bool_parsing": "true or false",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-}
-BOUND_MESSAGES = {
-    "greater_than": ("greater than", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("less than", "lt"),
-    "less_than_equal": ("at most", "le"),
-}
 PLAIN_TYPES: dict[str, type | tuple[type, ...]] = {
     "int_type": int, "float_type": (int, float), "finite_number": (int, float), "bool_type": bool,
 }  # fmt: skip
@@ -306,7 +296,7 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
         value = error["input"]
         if error_type == "float_type" and _is_not_finite(value):
             return "it must be a finite number"  # `lr=nan` on the command line, which YAML reads as a string
-        text = f"it must be {EXPECTED_TYPES[error_type]}"
+        text = describe_requirement(error)
         if isinstance(value, str) and _is_quoted(value, error_type):
             return text + WITHOUT_QUOTES
         if isinstance(value, float) and value.is_integer() and EXPECTED_TYPES[error_type] == "an integer":
@@ -314,16 +304,8 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
         if error_type == "list_type" and key is not None and isinstance(value, str | int | float):
             text += f", written [{format_value(value)}]"
         return text
-    if error_type in ("too_short", "too_long"):
-        is_short, is_mapping = error_type == "too_short", isinstance(error["input"], Mapping)
-        count = context["min_length" if is_short else "max_length"]
-        kind, noun = ("a mapping with", "key") if is_mapping else ("a list of", "value")
-        return f"it must be {kind} {'at least' if is_short else 'at most'} {format_quantity(count, noun)}"
     if error_type in BOUND_MESSAGES and _is_not_finite(error["input"]):
         return "it must be a finite number"  # every bound is also violated by NaN
-    if error_type in BOUND_MESSAGES:
-        words, bound_name = BOUND_MESSAGES[error_type]
-        return f"it must be {words} {context[bound_name]:.15g}"  # all digits: 4294967295, not 4.29497e+09
     if error_type == "literal_error":
         # pydantic formats them as 'a', 'b' or 'c'
         expected = str(context.get("expected")).replace(" or ", ", ").replace("'", "")
@@ -332,22 +314,7 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
         return f"{text} ({key.doc})" if key and len(choices) <= 2 else text
     if error_type == "extra_forbidden":  # unknown keys are reported before
         return "an older name of this key is also given; omit it"
-    return rephrase_message(error["msg"])
-
-
-def _name_location(location: Sequence[str | int]) -> str:
-    """Name the place of a value: optimizer.params.lr, item 2 of betas, rows.kerple of item 1 of published."""
-    name, keys = "", []
-    for part in (*location, None):
-        if isinstance(part, str):
-            keys.append(part)
-            continue
-        if keys:
-            name = ".".join(keys) + (f" of {name}" if name else "")
-        keys = []
-        if part is not None:
-            name = f"item {part + 1} of {name}"
-    return name
+    return describe_requirement(error)
 
 
 def describe_validation_error(
@@ -379,9 +346,9 @@ def describe_validation_error(
         path = tuple(part for part in location if isinstance(part, str))
         source = locate(path)
         prefix = f"{source}: " if source else ""
-        name = _name_location(location)
+        name = name_location(location)
         if is_key:
-            yield f"{prefix}{_name_location(location[:-1])}: {item['input']!r}: {_list_valid_values(dict(item), None)}"
+            yield f"{prefix}{name_location(location[:-1])}: {item['input']!r}: {_list_valid_values(dict(item), None)}"
             continue
         if item["type"] == "missing":
             key = keys.get(path)

@@ -17,9 +17,10 @@ from megatron.config.schema import Config
 from megatron.config.stages import find_stage_problems, list_stage_configs
 from megatron.options.data import find_data_conflicts, parse_split_fractions
 from megatron.options.launch import find_launch_conflicts
+from megatron.options.optimizer import find_schedule_conflicts
 from megatron.options.output import find_logging_conflicts
 from megatron.options.position import PositionOptions, find_model_conflicts
-from megatron.options.training import find_eval_length_conflicts, find_schedule_conflicts, find_training_conflicts
+from megatron.options.training import find_eval_length_conflicts, find_training_conflicts
 from megatron.position.catalog import (
     METHODS_VARIABLE,
     MethodFileError,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator, model_validator
 
 from megatron.options.data import MAX_VOCAB_SIZE, TokenizerType
-from megatron.options.section import rephrase_message
+from megatron.options.section import describe_field_error
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError
 
@@ -154,7 +154,7 @@ def read_corpus_metadata(folder: str | Path) -> CorpusMetadata:
 
 
 def read_corpus(folder: str | Path) -> CorpusInfo:
-    """Return a summary of a corpus folder. Raises UserError if it is no corpus, RunError if it is damaged."""
+    """Return a summary of a corpus folder. Raises UserError if it is not a corpus, RunError if it is damaged."""
     folder = Path(folder)
     metadata = read_corpus_metadata(folder)
     return CorpusInfo(
@@ -197,25 +197,12 @@ def _read_metadata(path: Path, model: type[MetadataT], description: str, advice:
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such file; `./deepy.py prepare` creates corpus folders with one") from None
     except ValidationError as error:
-        problem = _describe_problem(error)
+        problem = describe_field_error(error)
     except OSError as error:
         problem = error.strerror or str(error)
     except ValueError as error:
         problem = " ".join(str(error).split())
     raise RunError(f"{path}: not {description} ({problem}); {advice}")
-
-
-def _describe_problem(error: ValidationError) -> str:
-    """Return pydantic's first problem in one line: `tokenizer.vocab_size is 'many'; it must be a valid integer`."""
-    first = error.errors(include_url=False)[0]
-    name = ".".join(str(part) for part in first["loc"]) or "the file"
-    if first["type"] == "missing":
-        return f"{name} is missing"
-    message = rephrase_message(first["msg"])
-    if first["type"] == "value_error":
-        return f"{name}: {message}"
-    shown = repr(first["input"])
-    return f"{name} is {shown if len(shown) <= 60 else shown[:60] + ' …'}; {message}"
 
 
 def compute_file_digest(path: Path) -> FileDigest:

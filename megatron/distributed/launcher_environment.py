@@ -82,7 +82,7 @@ class LauncherVariables:
     job: tuple[str, ...]
     """Variables that identify a start uniquely and are equal in all processes; a port is derived from them."""
     machine: str | None = None
-    """Variable with the index of this machine in such a list."""
+    """Variable with the index of this machine in that list."""
     hosts: str | None = None
     """Variable with the names of the machines; the first process is on the first."""
     restarts: str | None = None

@@ -52,7 +52,7 @@ def collect_prompts(prompts: Sequence[str], files: Sequence[Path], standard_inpu
     for path in files:
         if not path.is_file():
             check_reachable(path)
-            problem = "is a folder; " if path.is_dir() else f"not found; {suggest_path(path)}"
+            problem = "is a folder; " if path.is_dir() else f"no such file; {suggest_path(path)}"
             raise UserError(f"{path}: {problem}--file expects a text file")
         texts = [decode_document(document) or "" for document in iter_raw_documents(describe_source_file(path))]
         if not texts:

@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.evaluation.texts import EvalText
 from megatron.options.evaluation import EvaluationOptions
+from megatron.options.section import describe_field_error
 from megatron.utils.atomic_io import check_new_file, parse_json, write_text_atomically
 from megatron.utils.errors import RunError, UserError
 
@@ -47,7 +48,7 @@ FORMAT = 1
 class KeyTokens(BaseModel):
     """Key tokens of one text, in the format of their file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     format: int = Field(description="version of the file format")
     alpha: float
@@ -55,12 +56,19 @@ class KeyTokens(BaseModel):
     short_length: int = Field(description="tokens of the windows with the short context")
     long_length: int = Field(description="tokens of the windows with the long context")
     protocol: str
-    num_targets: int = Field(description="number of targets that the key tokens were chosen from")
+    num_targets: int = Field(ge=1, description="number of targets that the key tokens were chosen from")
     positions_digest: str = Field(description="digest of the positions of these targets")
     text_digest: str
     tokenizer: str
     reference: dict[str, Any] = Field(description="model that determined the key tokens")
-    positions: list[int] = Field(min_length=1, description="positions in the token stream, ascending")
+    positions: list[NonNegativeInt] = Field(min_length=1, description="positions in the token stream, ascending")
+
+    @field_validator("reference")
+    @classmethod
+    def _check_reference(cls, reference: dict[str, Any]) -> dict[str, Any]:
+        if missing := [name for name in ("method", "run", "step") if name not in reference]:
+            raise ValueError(f"{missing[0]} is missing")
+        return reference
 
     @property
     def digest(self) -> str:
@@ -204,12 +212,9 @@ def _read_key_tokens(path: Path) -> KeyTokens:
     try:
         return KeyTokens.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except OSError as error:
-        reason = (
-            "file not found; set find_key_tokens to create it" if not path.exists() else error.strerror or str(error)
-        )
+        reason = "no such file; set find_key_tokens to create it" if not path.exists() else error.strerror or str(error)
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"not a file of key tokens: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        reason = f"not a file of key tokens: {describe_field_error(error)}"
     except ValueError as error:
         reason = f"not JSON ({error})"
     raise UserError(f"key_tokens {path}: {reason}")

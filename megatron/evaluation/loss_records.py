@@ -108,7 +108,7 @@ def check_measures(options: EvaluationOptions, plan: ScoringPlan) -> None:
             raise UserError("smoothing: only for the measure token_loss; add it to measures")
         if options.smoothing % 2 == 0 or options.smoothing > plan.lengths[-1]:
             raise UserError(
-                f"smoothing = {options.smoothing}: it must be an odd number of positions, at most {plan.lengths[-1]:,}"
+                f"smoothing is {options.smoothing}; it must be an odd number of positions, at most {plan.lengths[-1]:,}"
             )
     if "delta_perplexity" in measures:
         if plan.protocol != "last":

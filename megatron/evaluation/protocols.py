@@ -186,7 +186,7 @@ def build_scoring_plan(
     if lengths[0] < 1:
         raise UserError(f"lengths: {lengths[0]} is not valid; it must be at least 1 token")
     if windows is not None and windows < 1:
-        raise UserError(f"num_windows = {windows}: it must be at least 1")
+        raise UserError(f"num_windows is {windows}; it must be at least 1")
     # One token more than the window, because the successor of the last input is a target too.
     if stream_length < lengths[-1] + 1:
         raise UserError(
@@ -245,7 +245,7 @@ def _plan_strided(stream_length: int, lengths: tuple[int, ...], stride: int | No
     per_block = min(-(-lengths[-1] // stride), count)
     if windows is not None and count % per_block:
         raise UserError(
-            f"num_windows = {windows}: it must be a multiple of {per_block} for this stride and these lengths"
+            f"num_windows is {windows}; it must be a multiple of {per_block} for this stride and these lengths"
         )
     count -= count % per_block
     ends = first + np.arange(count, dtype=np.int64) * stride
@@ -265,7 +265,7 @@ def _check_windows(
 ) -> None:
     if windows is not None and windows > max_windows:
         raise UserError(
-            f"num_windows = {windows}: the text to score has {stream_length:,} tokens, enough for {max_windows} "
+            f"num_windows is {windows}, but the text to score has {stream_length:,} tokens, enough for {max_windows} "
             f"windows of {targets} targets at length {lengths[-1]:,}; use fewer windows, fewer targets, or shorter "
             "lengths"
         )
@@ -295,12 +295,12 @@ def _plan_span(
         )
     if windows is not None and windows > max_blocks * per_block:
         raise UserError(
-            f"num_windows = {windows}: the text to score has {stream_length:,} tokens, enough for "
+            f"num_windows is {windows}, but the text to score has {stream_length:,} tokens, enough for "
             f"{max_blocks * per_block} windows of {lengths[-1]:,}"
         )
     if windows is not None and windows % per_block:
         raise UserError(
-            f"num_windows = {windows}: with these lengths, windows of {lengths[-1]:,} need a multiple of {per_block} "
+            f"num_windows is {windows}; with these lengths, windows of {lengths[-1]:,} need a multiple of {per_block} "
             f"({block:,} tokens, the smallest common multiple)"
         )
     blocks = max_blocks if windows is None else windows // per_block

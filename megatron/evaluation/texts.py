@@ -154,8 +154,8 @@ def _find_dataset(path: Path) -> Path:
         files = [file for suffix in (".bin", ".idx") for file in path.parent.glob(f"{path.name}*{suffix}")]
         if not path.exists() and not files:
             raise UserError(
-                f"{path}: not found; {suggest_path(path)}--data expects a file ({', '.join(SUFFIXES)}), a corpus, or a "
-                "dataset"
+                f"{path}: no such file or folder; {suggest_path(path)}--data expects a file ({', '.join(SUFFIXES)}), a "
+                "corpus, or a dataset"
             )
         return path
     if not (path / CORPUS_FILE).is_file():

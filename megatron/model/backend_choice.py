@@ -18,8 +18,8 @@ import torch
 from megatron.attention.backends.backend import AttentionBackend, AttentionFormula, can_mask_documents
 from megatron.attention.backends.registry import (
     REUSED_BACKENDS,
-    explain_fallback,
-    explain_row_blocks,
+    describe_fallback,
+    describe_row_blocks_reason,
     get_default_backend,
     list_candidates,
     select_backend,
@@ -178,7 +178,7 @@ def _choose_backend(
     if name != "auto" or target is None or target.device.type not in CHECKED_DEVICES:
         backend = select_backend(name, model.attention_chunk_rows, formula)
         if name == "auto":
-            return BackendChoice((backend,), row_blocks_reason=explain_row_blocks(formula))
+            return BackendChoice((backend,), row_blocks_reason=describe_row_blocks_reason(formula))
         return BackendChoice((backend,), name)
     candidates = list_candidates(model.attention_chunk_rows, formula)
     default = get_default_backend(formula)
@@ -190,7 +190,7 @@ def _choose_backend(
     elif len(candidates) == 1:
         why = "no other backend supports this model"
     if why is not None:
-        line = f"attention: {explain_row_blocks(formula) or default}; {why}"
+        line = f"attention: {describe_row_blocks_reason(formula) or default}; {why}"
         return BackendChoice((candidates[default],), default, (line,))
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []), torch.enable_grad():
         return _choose_by_check(model, layer_type, groups, target, candidates, default)
@@ -342,7 +342,7 @@ def _check(
     tried: dict[str, AttentionBackend] = {}
     for name, backend in candidates.items():
         known = None if earlier is None else earlier.get_trial(name)
-        left_out = next(filter(None, (explain_fallback(backend, rows) for rows in inputs)), None)
+        left_out = next(filter(None, (describe_fallback(backend, rows) for rows in inputs)), None)
         if known is not None and known.is_final and not known.is_correct:
             rejected.append(known)
         elif left_out is not None:

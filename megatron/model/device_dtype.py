@@ -76,6 +76,6 @@ def resolve_dtype(precision: str, trained_precision: str | None, device: torch.d
 
 
 def check_backend(name: str | None) -> None:
-    """Raise UserError if the attention backend is unknown; None stands for the run's own."""
+    """Raise UserError if the attention backend is unknown; None means the run's own."""
     if name is not None and name not in BACKENDS:
         raise UserError(f"backend is {name}; {format_choices(str(name), BACKENDS)}")

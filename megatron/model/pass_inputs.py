@@ -194,7 +194,7 @@ class SegmentBuilder:
         """
         for encoding in self.encodings:
             if not encoding.takes_any_positions() or encoding.depends_on_length:
-                raise UserError(f"position ids: {type(encoding).__name__}  supports only consecutive positions")
+                raise UserError(f"position ids: {type(encoding).__name__} supports only consecutive positions")
         values = position_ids.t().flatten().to(device, non_blocking=True)
         return TokenRange(0, len(values), SampledPositions(values, int(position_ids.max()) + 1))
 

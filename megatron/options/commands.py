@@ -33,13 +33,13 @@ class AnalysisOptions(LengthOptions):
     )
     layers: Annotated[list[int] | None, CommaSeparated] = config_field(
         None,
-        "layers whose attention maps are plotted, counted from 0; first, middle and last if absent",
+        "layers whose attention maps are plotted, counted from 0 (-1 is the last); first, middle and last if absent",
         min_length=1,
         metavar="0,5,…",
     )
     heads: Annotated[list[int] | None, CommaSeparated] = config_field(
         None,
-        "heads whose attention maps are plotted, counted from 0; first and last if absent",
+        "heads whose attention maps are plotted, counted from 0 (-1 is the last); first and last if absent",
         min_length=1,
         metavar="0,3,…",
     )

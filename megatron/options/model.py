@@ -28,7 +28,7 @@ class ModelOptions(ConfigSection):
         policy="architecture",
     )  # fmt: skip
     head_dim: int | None = config_field(
-        None, "size of a head; hidden_size / num_attention_heads if absent", ge=1, le=MAX_SIZE,
+        None, "head dimension; hidden_size / num_attention_heads if absent", ge=1, le=MAX_SIZE,
         policy="architecture",
     )  # fmt: skip
     num_kv_heads: int | None = config_field(
@@ -92,7 +92,7 @@ class ModelOptions(ConfigSection):
         policy="architecture",
     )  # fmt: skip
     query_pre_attn_scalar: float | None = config_field(
-        None, "q·k is divided by the square root of this; the size of a head if absent (Gemma 2 27B differs)", gt=0,
+        None, "q·k is divided by the square root of this; the head dimension if absent (Gemma 2 27B differs)", gt=0,
         policy="architecture",
     )  # fmt: skip
     embedding_multiplier: float = config_field(
@@ -232,7 +232,7 @@ def get_num_kv_heads(model: ModelOptions) -> int:
 
 
 def get_head_dim(model: ModelOptions) -> int:
-    """Return the size of a head."""
+    """Return the head dimension."""
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
 

@@ -2,8 +2,8 @@
 
 Each method declares its costs in its file (`megatron/position/facts.py`), which is read without importing it. A test
 builds every method and compares. FLOPs are those that a run reports as TFLOP/s and MFU (a test compares them with
-`GPT.count_flops_per_token`). A matrix product counts 2 per multiply-add, the backward pass twice the forward pass, and
-and masked scores are not counted. Recomputation in the backward pass is not counted either, as usual for MFU.
+`GPT.count_flops_per_token`). A matrix product counts 2 per multiply-add, and the backward pass twice as much as the
+forward pass; masked scores are not counted. Recomputation in the backward pass is not counted either, as usual for MFU.
 """
 
 from collections.abc import Callable

@@ -21,7 +21,7 @@ from megatron.planning.step_time import Cluster, StepTime, estimate_step_time
 from megatron.utils.errors import UserError
 
 MAX_MICRO_BATCH = 128
-"""Largest micro-batch of the search, in sequences; larger ones are no faster."""
+"""Largest micro-batch of the search, in sequences; larger ones are not faster."""
 
 
 @dataclass(frozen=True)

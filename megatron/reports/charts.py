@@ -242,7 +242,7 @@ class Chart:
     def labels(self) -> list[tuple[str, str, str, str]]:
         """Labels of points that do not overlap at any width: x, y, anchor, and text.
 
-        A label is placed beside its point, away from the nearer edge. Wider plots only move points apart, so labels
+        A label is placed next to its point, away from the nearer edge. Wider plots only move points apart, so labels
         that do not overlap on a phone never overlap. Points on the path come first.
         """
         if self.kind != "points":
@@ -279,7 +279,7 @@ class Chart:
 def get_style_indices(index: int) -> tuple[int, int, int]:
     """Return the color, marker, and dash indices of a curve.
 
-    Of 64 curves no two share color and marker; of 256 no two share all three.
+    Among 64 curves, no two share color and marker; among 256, no two share all three.
     """
     row = index // NUM_COLORS
     return index % NUM_COLORS, (index + row) % NUM_MARKERS, (row + index // (NUM_COLORS * NUM_MARKERS)) % NUM_DASHES

@@ -19,7 +19,14 @@ from megatron.reports.paper_experiment import Experiment
 from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.report import ReportSection
 from megatron.reports.report_markdown import is_generated_markdown
-from megatron.reports.run_records import SavedRuns, is_run_file, read_run_file, read_run_folder
+from megatron.reports.run_records import (
+    SavedRuns,
+    get_failures_path,
+    is_run_file,
+    read_failures,
+    read_run_file,
+    read_run_folder,
+)
 from megatron.reports.verdict_tables import DEFAULT_MAX_CHANGE, build_verdict_tables
 from megatron.utils.atomic_io import (
     check_new_file,
@@ -218,7 +225,7 @@ def _read_results(result_paths: Sequence[Path]) -> tuple[dict[Path, list[Record]
     companion_files = {
         companion
         for file in found
-        for companion in (paper_experiment.get_experiment_path(file), records.get_failures_path(file))
+        for companion in (paper_experiment.get_experiment_path(file), get_failures_path(file))
     }
     records_by_path = {
         file: known if file in saved_runs else known or records.read_records(file)
@@ -282,8 +289,7 @@ def _build_sections(
 ) -> list[ReportSection]:
     """Build the sections, starting with one for all results that belong to no experiment."""
     failures_by_path = {
-        path: saved_runs[path].failures if path in saved_runs else records.read_failures(path)
-        for path in records_by_path
+        path: saved_runs[path].failures if path in saved_runs else read_failures(path) for path in records_by_path
     }
     sections = []
     other_records = [record for path in records_by_path if path not in experiments for record in records_by_path[path]]

@@ -31,7 +31,8 @@ from megatron.reports import axes
 from megatron.reports.axes import RecordAxis, format_multiple
 from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unverified_methods, quote_method
 from megatron.reports.metrics import Metric
-from megatron.reports.records import Record, RunFailure
+from megatron.reports.records import Record
+from megatron.reports.run_records import RunFailure
 
 MAX_NAMED_METHODS = 4
 """Maximum number of methods that a note names."""

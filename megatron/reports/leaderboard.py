@@ -253,10 +253,10 @@ class LeaderboardReport:
                 "n is the number of seeds of a method that has fewer seeds than others; it also applies to its "
                 "differences."
             )
-        lead = tuple(self._explain_columns())
+        lead = tuple(self._describe_columns())
         return TextTable("Leaderboard", "method", tuple(headers), tuple(rows), tuple(notes), lead)
 
-    def _explain_columns(self) -> Iterator[str]:
+    def _describe_columns(self) -> Iterator[str]:
         """Yield the sentences above the table, which explain its columns."""
         if self.missing and self.leaderboard.plan is not None:
             yield describe_completeness(self.leaderboard.plan, self.missing)

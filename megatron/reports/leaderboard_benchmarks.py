@@ -23,7 +23,8 @@ import numpy as np
 from megatron.reports.axes import format_multiple
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds
 from megatron.reports.metrics import Metric
-from megatron.reports.records import Record, RunFailure
+from megatron.reports.records import Record
+from megatron.reports.run_records import RunFailure
 from megatron.reports.significance import get_seed_variances
 from megatron.reports.table_formats import TextTable
 from megatron.reports.uncertainty import SeedVariance

@@ -24,7 +24,8 @@ from megatron.reports.rank_agreement import (
     compute_tau_interval,
     measure_order,
 )
-from megatron.reports.records import MAX_COUNT, Record, RunFailure
+from megatron.reports.records import MAX_COUNT, Record
+from megatron.reports.run_records import RunFailure
 from megatron.reports.table_formats import TextTable
 from megatron.reports.verdict_tables import DEFAULT_MAX_CHANGE, build_verdict_tables
 from megatron.utils.atomic_io import parse_json, write_text_atomically

@@ -17,7 +17,8 @@ from megatron.reports.comparison_table import ComparisonTable, build_comparison_
 from megatron.reports.context_gain import build_gain_tables
 from megatron.reports.depth_maps import DepthMap, split_depth_maps
 from megatron.reports.plots import PlotStyle, draw_depth_maps, draw_panel, wrap_name
-from megatron.reports.records import Record, RunFailure
+from megatron.reports.records import Record
+from megatron.reports.run_records import RunFailure
 from megatron.utils.errors import UserError
 
 CREATOR = "Farfield: deepy.py report"

@@ -130,7 +130,7 @@ def wrap_name(name: str) -> str:
 def get_curve_style(index: int) -> dict[str, str]:
     """Return the color, marker, and dash pattern of a curve.
 
-    Of 64 curves no two share color and marker; of 256 no two share all three.
+    Among 64 curves, no two share color and marker; among 256, no two share all three.
     """
     color, marker, dash = get_style_indices(index)
     return {"color": COLORS[color], "marker": MARKERS[marker], "linestyle": DASHES[dash]}

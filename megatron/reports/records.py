@@ -26,12 +26,12 @@ import io
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megatron.options.section import describe_field_error
 from megatron.reports import axes, metrics
 from megatron.reports.metrics import METRICS, Metric
 from megatron.utils.atomic_io import parse_json, write_text_atomically
@@ -256,15 +256,7 @@ def record_from_row(row: dict[str, Any]) -> Record:
     try:
         return Record.model_validate({"metric": metric_names[0]} | {fields.get(name, name): row[name] for name in row})
     except ValidationError as error:
-        first_error = error.errors()[0]
-        field = ".".join(str(part) for part in first_error["loc"])
-        if first_error["type"] == "missing":
-            raise UserError(f"{field} is missing") from error
-        reason = first_error["msg"].removeprefix("Value error, ")
-        if not field:
-            raise UserError(reason) from error
-        name = file_names.get(field, field)
-        raise UserError(f"{name} = {row.get(name)!r}: {reason.lower()}") from error
+        raise UserError(describe_field_error(error, file_names)) from error
 
 
 def _get_file_field_names(metric: str) -> dict[str, str]:
@@ -328,7 +320,7 @@ def read_records(path: str | Path) -> list[Record]:
         text = path.read_text(encoding="utf-8")
         content = parse_json(text)
     except FileNotFoundError as error:
-        raise UserError(f"{path}: not found; {suggest_path(path)}".rstrip("; ")) from error
+        raise UserError(f"{path}: no such file; {suggest_path(path)}".rstrip("; ")) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
@@ -374,80 +366,3 @@ def _parse_record(path: Path, index: int, item: Any) -> Record:
 def _get_json_type_name(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", type(None): "null", bool: "a boolean"}
     return names.get(type(value), "a number")
-
-
-@dataclass(frozen=True)
-class RunFailure:
-    """Run that ended without a result."""
-
-    method: str
-    """Method name as in records; in a sweep the name of the variant."""
-    seed: int
-    reason: str
-    """Reason, in one line."""
-    step: int | None = None
-    """Step at which the run failed, if known."""
-    train_length: int | None = None
-    """Training length of the run, or None if unknown. If None, the failure appears in tables of all training lengths.
-    """
-    dataset: str | None = None
-    """Dataset to be scored, as in records, or None if unknown. If None, the failure appears in tables of all datasets.
-    """
-    run: str | None = None
-    """Folder of the run, as in records, if known."""
-
-    def __post_init__(self) -> None:
-        for name, expected_type in (("method", str), ("seed", int), ("reason", str)):
-            if not isinstance(getattr(self, name), expected_type):
-                raise ValueError(f"{name} is {getattr(self, name)!r}")
-        for name in ("step", "train_length"):
-            if not isinstance(getattr(self, name), int | None):
-                raise ValueError(f"{name} is {getattr(self, name)!r}")
-        for name in ("dataset", "run"):
-            if not isinstance(getattr(self, name), str | None):
-                raise ValueError(f"{name} is {getattr(self, name)!r}")
-
-    def __str__(self) -> str:
-        at_step = "" if self.step is None else f" at step {self.step:,}"
-        return f"failed{at_step}: {self.reason}"
-
-    def to_row(self) -> dict[str, Any]:
-        """Return the fields that are known, as JSON files contain them."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-def get_failures_path(results_path: Path) -> Path:
-    return results_path.with_suffix(".failures.json")
-
-
-def write_failures(results_path: Path, failures: Sequence[RunFailure]) -> Path | None:
-    """Write failures next to their results file. Without failures, remove that file and return None.
-
-    Raises:
-        UserError: an existing file at that path is not a list of failures.
-    """
-    path = get_failures_path(results_path)
-    read_failures(results_path)
-    if not failures:
-        path.unlink(missing_ok=True)
-        return None
-    rows = [failure.to_row() for failure in failures]
-    return write_text_atomically(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
-
-
-def read_failures(results_path: Path) -> list[RunFailure]:
-    """Read the failures of a results file, or return an empty list if there is no such file.
-
-    Raises:
-        UserError: the file is not a list of failures.
-    """
-    path = get_failures_path(results_path)
-    if not path.is_file():
-        return []
-    try:
-        rows: Any = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(rows, list):
-            raise TypeError("it is not a list of objects")
-        return [RunFailure(**row) for row in rows]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: not a list of failed runs ({error})") from error

@@ -32,7 +32,7 @@ from megatron.reports.html_page import (
 from megatron.reports.leaderboard import Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_summary import build_answers, build_cost_chart
 from megatron.reports.method_rows import disambiguate_methods
-from megatron.reports.records import Record, RunFailure, format_records_csv
+from megatron.reports.records import Record, format_records_csv
 from megatron.reports.report_sentences import (
     build_title,
     describe_environment,
@@ -41,6 +41,7 @@ from megatron.reports.report_sentences import (
     summarize_table,
 )
 from megatron.reports.results_output import build_missing_table
+from megatron.reports.run_records import RunFailure
 from megatron.reports.table_formats import LATEX_MARKER, TextTable, build_html_table, render_latex_file
 from megatron.utils.errors import UserError
 

@@ -56,7 +56,7 @@ def describe_plots(tables: Sequence[ComparisonTable]) -> str:
 
 
 def _describe_plot(table: ComparisonTable) -> str:
-    """Describe each curve by its first and last value, best first. Of many describe only the best and the worst."""
+    """Describe each curve by its first and last value, best first; if there are many, only the best and the worst."""
     axis, metric = table.axis, table.metric
     curves = []
     for method in table.methods:

@@ -20,7 +20,8 @@ from megatron.reports.depth_maps import split_depth_maps
 from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.leaderboard_summary import build_answers
 from megatron.reports.method_rows import disambiguate_methods, quote_method
-from megatron.reports.records import RESULTS_FILE, Record, RunFailure, merge_records
+from megatron.reports.records import RESULTS_FILE, Record, merge_records
+from megatron.reports.run_records import RunFailure, write_failures
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
 from megatron.utils.atomic_io import check_no_foreign_files, folder_lock, write_bytes_atomically, write_text_atomically
 
@@ -173,7 +174,7 @@ def _write_result_files(
 ) -> list[Path]:
     from megatron.reports.plots import render_plots_png  # matplotlib imports slowly
 
-    record_files.write_failures(folder / RESULTS_FILE, run_failures)
+    write_failures(folder / RESULTS_FILE, run_failures)
     comparison_tables = build_comparison_tables(records, run_failures)
     missing_table = build_missing_table(comparison_tables, own_seeds=own_seeds)
     plain_tables, depth_maps = split_depth_maps(comparison_tables)

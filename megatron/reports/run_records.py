@@ -1,4 +1,6 @@
-"""Files with the records of one run each, which a sweep writes to a folder (`sweep.records`).
+"""Outcome of a run, which is records or a failure, and its files.
+
+A sweep writes a file for each run to a folder (`sweep.records`), and failures next to its results file.
 
     FOLDER/VARIANT/seed_1234.json.gz                 a run of the sweep's own training
     FOLDER/BENCHMARK/VARIANT/seed_1234.json.gz       a run of a benchmark
@@ -12,15 +14,55 @@ import gzip
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.reports.records import Record, RunFailure, record_from_row
-from megatron.utils.atomic_io import make_folder, parse_json, write_bytes_atomically
+from megatron.reports.records import Record, record_from_row
+from megatron.utils.atomic_io import make_folder, parse_json, write_bytes_atomically, write_text_atomically
 from megatron.utils.errors import UserError
 
 RUN_FILE = "seed_{seed}.json.gz"
+
+
+@dataclass(frozen=True)
+class RunFailure:
+    """Run that ended without a result."""
+
+    method: str
+    """Method name as in records; in a sweep the name of the variant."""
+    seed: int
+    reason: str
+    """Reason, in one line."""
+    step: int | None = None
+    """Step at which the run failed, if known."""
+    train_length: int | None = None
+    """Training length of the run, or None if unknown. If None, the failure appears in tables of all training lengths.
+    """
+    dataset: str | None = None
+    """Dataset to be scored, as in records, or None if unknown. If None, the failure appears in tables of all datasets.
+    """
+    run: str | None = None
+    """Folder of the run, as in records, if known."""
+
+    def __post_init__(self) -> None:
+        for name, expected_type in (("method", str), ("seed", int), ("reason", str)):
+            if not isinstance(getattr(self, name), expected_type):
+                raise ValueError(f"{name} is {getattr(self, name)!r}")
+        for name in ("step", "train_length"):
+            if not isinstance(getattr(self, name), int | None):
+                raise ValueError(f"{name} is {getattr(self, name)!r}")
+        for name in ("dataset", "run"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ValueError(f"{name} is {getattr(self, name)!r}")
+
+    def __str__(self) -> str:
+        at_step = "" if self.step is None else f" at step {self.step:,}"
+        return f"failed{at_step}: {self.reason}"
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the fields that are known, as JSON files contain them."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -136,3 +178,40 @@ def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
     runs = [record for record in records if record.run is not None]
     baselines = {json.dumps(record.to_row(), sort_keys=True): record for record in records if record.run is None}
     return [*runs, *baselines.values()]
+
+
+def get_failures_path(results_path: Path) -> Path:
+    return results_path.with_suffix(".failures.json")
+
+
+def write_failures(results_path: Path, failures: Sequence[RunFailure]) -> Path | None:
+    """Write failures next to their results file. Without failures, remove that file and return None.
+
+    Raises:
+        UserError: an existing file at that path is not a list of failures.
+    """
+    path = get_failures_path(results_path)
+    read_failures(results_path)
+    if not failures:
+        path.unlink(missing_ok=True)
+        return None
+    rows = [failure.to_row() for failure in failures]
+    return write_text_atomically(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_failures(results_path: Path) -> list[RunFailure]:
+    """Read the failures of a results file, or return an empty list if there is no such file.
+
+    Raises:
+        UserError: the file is not a list of failures.
+    """
+    path = get_failures_path(results_path)
+    if not path.is_file():
+        return []
+    try:
+        rows: Any = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(rows, list):
+            raise TypeError("it is not a list of objects")
+        return [RunFailure(**row) for row in rows]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: not a list of failed runs ({error})") from error

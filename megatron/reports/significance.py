@@ -253,7 +253,7 @@ def bootstrap_loss_interval(record: Record, against_record: Record) -> tuple[flo
 def _run_t_test(differences: Sequence[float], variances: Sequence[SeedVariance], size: float) -> TTest:
     """Run a two-sided t-test of the mean of differences [seeds].
 
-    If all differences are equal (up to the rounding of values of a size), p is 0, or 1 if they are all 0.
+    If all differences are equal, up to the rounding of values as large as `size`, p is 0, or 1 if all of them are 0.
     """
     mean, rounding = statistics.fmean(differences), 1e-12 * max(1.0, size)
     if max(differences) - min(differences) <= rounding:
@@ -343,7 +343,7 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
             (
                 method,
                 tuple(
-                    str(comparisons.get((method, x)) or _explain_missing_pair(table, (method, against), x))
+                    str(comparisons.get((method, x)) or _describe_missing_pair(table, (method, against), x))
                     for x in table.x_values
                 ),
             )
@@ -353,7 +353,7 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
     )
 
 
-def _explain_missing_pair(table: ComparisonTable, methods: Sequence[str], x: float) -> str:
+def _describe_missing_pair(table: ComparisonTable, methods: Sequence[str], x: float) -> str:
     """Return the text for a missing comparison: a method without a value, or no common seed."""
     missing_methods = [method for method in methods if (method, x) not in table.cells]
     return table.get_missing_text(missing_methods[0], x) if missing_methods else "no seed in common"

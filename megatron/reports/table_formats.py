@@ -186,9 +186,9 @@ def is_best(cell: Cell | None) -> bool:
 
 
 MAX_COLUMN_CHARACTERS = 46
-"""Number of characters of 5 points in one column of a page with two, 3.25 inches or 234 points."""
+"""Number of characters, each 5 points wide, in one column of a two-column page (3.25 inches or 234 points)."""
 GAP_CHARACTERS = 2
-"""Width of the gap between two columns of a table, 12 points, in such characters."""
+"""Width of the gap between two columns of a table (12 points), in characters of 5 points."""
 
 
 def _count_printed(text: str) -> int:

@@ -1,6 +1,8 @@
 """State of a sweep before it runs: its output folder, its diverged, saved and startable runs; and a dry run of all."""
 
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,9 +11,10 @@ from rich.console import Console
 from megatron.checkpoint.layout import list_checkpoints
 from megatron.checkpoint.run_folder import LOCK, is_saved_config
 from megatron.data.corpus_metadata import CORPUS_FILE
-from megatron.reports.records import RESULTS_FILE, RunFailure
+from megatron.reports.records import RESULTS_FILE
 from megatron.reports.results_output import check_no_foreign_results
-from megatron.reports.run_records import RunOutcome
+from megatron.reports.run_records import RunFailure, RunOutcome
+from megatron.sweeps.member_run import read_training_cost
 from megatron.sweeps.remaining_work import (
     MemberWork,
     check_member_starts,
@@ -22,8 +25,10 @@ from megatron.sweeps.remaining_work import (
 )
 from megatron.sweeps.results import REPORT_FILE, compute_member_digest, list_members_of_other_parts, load_saved_outcome
 from megatron.sweeps.spec import Sweep, SweepMember
+from megatron.training.metrics_log import METRICS_FILE
 from megatron.utils.atomic_io import check_no_foreign_files, check_writable
 from megatron.utils.console import run_console, temporary_log
+from megatron.utils.formatting import format_approximate_duration
 from megatron.utils.progress import WaitAnnouncer
 
 Log = Callable[[str], None]
@@ -73,7 +78,27 @@ def check_sweep(sweep: Sweep, console: Console | None, *, retry_failed: bool = F
         for member in sweep.members:
             state = _describe_state(member, finished_steps[member], diverged.get(member), is_done=member in done)
             log(f"{member.name}: {'in another part of the sweep' if member in elsewhere else state}")
-        log(f"{len(sweep.members) - len(done)} of {len(sweep.members)} runs to train or evaluate; nothing was started")
+        time = _describe_training_time(works, [work for member, work in works.items() if member not in done])
+        counts = f"{len(sweep.members) - len(done)} of {len(sweep.members)} runs to train or evaluate"
+        log(f"{counts}{time}; nothing was started")
+
+
+def _describe_training_time(works: Mapping[SweepMember, MemberWork], remaining: Iterable[MemberWork]) -> str:
+    """Describe the remaining training time, at the median speed of runs of the same kind; empty if all are trained."""
+    speeds: dict[str, list[float]] = defaultdict(list)
+    for member, work in works.items():
+        if seconds := read_training_cost(member.folder / METRICS_FILE).get("step_seconds"):
+            speeds[work.training.kind].append(work.flops_per_step / seconds)
+    flops: dict[str, float] = defaultdict(float)
+    for work in remaining:
+        flops[work.training.kind] += work.training.work
+    if not any(flops.values()):
+        return ""
+    if not speeds.keys() & flops.keys():
+        return " (training time unknown, because no run has recorded its speed yet)"
+    seconds = sum(flops[kind] / statistics.median(speeds[kind]) for kind in flops.keys() & speeds.keys())
+    bound = "" if flops.keys() <= speeds.keys() else "at least "
+    return f" ({bound}{format_approximate_duration(seconds)} of training one after another, at recorded speeds)"
 
 
 def _describe_state(member: SweepMember, step: int, failure: RunFailure | None, *, is_done: bool) -> str:

@@ -33,7 +33,8 @@ from megatron.launch import slurm
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.section import list_accepted_names
-from megatron.reports.records import RESULTS_FILE, Record, RunFailure, read_records
+from megatron.reports.records import RESULTS_FILE, Record, read_records
+from megatron.reports.run_records import RunFailure
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training import metrics_log
 from megatron.training.check_resources import check_free_space, estimate_disk_need
@@ -199,6 +200,8 @@ class MemberWork:
     finished_steps: int
     """Number of training steps completed."""
     training: WorkItem
+    flops_per_step: float
+    """Mean FLOPs of all its training steps."""
     evaluations: dict[str | None, WorkItem]
     """Evaluations by name; None is the key of the main one."""
 
@@ -330,19 +333,23 @@ def _build_scoring(
 
 def _estimate_member(member: SweepMember, finished_steps: int, scoring: dict[str | None, EvalEstimate]) -> MemberWork:
     config, model = member.resolved_config, scoring[None].model
-    training, done = config.training, max(finished_steps, member.first_step)
-    flops = 0.0
+    training = config.training
+    flops, left_flops = 0.0, 0.0
     for stage in build_stages(config):
         stage_config = stage.config
         lengths = list_sequence_lengths(stage_config.data, stage_config.model.seq_length)
-        sequences = max(0, stage.end_step - max(stage.first_step, done)) * (stage_config.training.train_batch_size or 0)
-        flops += sequences * sum(model.count_flops_per_token(length) * length for length in lengths) / len(lengths)
+        of_step = sum(model.count_flops_per_token(length) * length for length in lengths) / len(lengths)
+        of_step *= stage_config.training.train_batch_size or 0
+        first_step = max(stage.first_step, member.first_step)
+        flops += max(0, stage.end_step - first_step) * of_step
+        left_flops += max(0, stage.end_step - max(first_step, finished_steps)) * of_step
     left = max(0, training.train_iters - finished_steps)
     is_evaluated = {name: left == 0 and read_evaluated_records(member, name) is not None for name in scoring}
     kind = "" if member.benchmark is None else f" {member.benchmark}"  # small models reach fewer FLOP/s
     return MemberWork(
         finished_steps=finished_steps,
-        training=WorkItem(f"training {member.name}", f"train{kind}", flops),
+        training=WorkItem(f"training {member.name}", f"train{kind}", left_flops),
+        flops_per_step=flops / max(1, training.train_iters - member.first_step),
         evaluations={
             name: WorkItem(
                 f"evaluating {member.name}" + ("" if name is None else f" ({name})"),

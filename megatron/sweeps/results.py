@@ -9,7 +9,7 @@ repository can contain what they measured, and a run is repeated if its file is 
 
 Each of these files belongs to one run, so machines that divide a sweep never write the same one. It contains a digest
 of what decides the records: the keys that affect training, the code of methods outside the project, the content of
-corpora and texts, and the options of the evaluations. Beside them is what a report needs (`save_experiment`).
+corpora and texts, and the options of the evaluations. A file next to them has what a report needs (`save_experiment`).
 """
 
 import hashlib
@@ -32,9 +32,16 @@ from megatron.options.evaluation import EvaluationOptions
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_benchmarks import LeaderboardPlan
-from megatron.reports.records import RESULTS_FILE, Record, RunFailure
+from megatron.reports.records import RESULTS_FILE, Record
 from megatron.reports.results_output import print_comparison_tables, print_leaderboard
-from megatron.reports.run_records import RunOutcome, get_run_file, read_run_file, sort_baselines_last, write_run_file
+from megatron.reports.run_records import (
+    RunFailure,
+    RunOutcome,
+    get_run_file,
+    read_run_file,
+    sort_baselines_last,
+    write_run_file,
+)
 from megatron.sweeps.remaining_work import list_text_files
 from megatron.sweeps.spec import Sweep, SweepMember, find_ablations
 from megatron.utils.atomic_io import make_folder, write_page_atomically

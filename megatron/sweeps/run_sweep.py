@@ -38,8 +38,8 @@ from megatron.distributed.hardware import count_cores
 from megatron.launch import slurm
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.sweep import SweepCorpusOptions
-from megatron.reports.records import Record, RunFailure
-from megatron.reports.run_records import RunOutcome
+from megatron.reports.records import Record
+from megatron.reports.run_records import RunFailure, RunOutcome
 from megatron.sweeps.check_sweep import (
     Log,
     check_no_foreign_sweep_files,

@@ -39,12 +39,22 @@ from megatron.config.position_overrides import list_overrides
 from megatron.config.schema import Config, KeyPath
 from megatron.config.stages import list_stage_configs
 from megatron.config.validation import check_config
-from megatron.config.yaml_files import YamlDocument, describe_non_mapping, format_value, read_yaml
+from megatron.config.yaml_files import YamlDocument, read_yaml
 from megatron.distributed.hardware import LocalHardware
 from megatron.launch.dispatch import uses_slurm
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.sweep import BRANCH, SEEDS, FurtherEvaluationOptions, SweepOptions
-from megatron.sweeps.validation import check_no_owned_keys, find_sweep_problems, get_inside
+from megatron.sweeps.sweep_keys import (
+    apply_sweep_override,
+    build_sweep_locator,
+    check_no_owned_keys,
+    collect_sweep_keys,
+    find_sweep_problems,
+    get_inside,
+    list_other_spellings,
+    select_part,
+    split_by_source,
+)
 from megatron.training.check_start import resolve_data
 from megatron.training.resolve_run import resolve_remote_run, resolve_run
 from megatron.utils.errors import UserError
@@ -184,25 +194,25 @@ def read_sweep(
         UserError: a file cannot be read or contains errors, with line numbers.
     """
     documents = [read_yaml(find_config(name, search)) for name in files]
-    sweep_keys, setters, notes = _collect_sweep_keys(documents)
+    sweep_keys, setters, notes = collect_sweep_keys(documents)
     own = [text for text in overrides if text.removeprefix("--").startswith("sweep.")]
     common = [text for text in overrides if text not in own]
     settings = json.loads(json.dumps(sweep_keys))
     for text in own:
-        _apply_override(settings, text)
+        apply_sweep_override(settings, text)
     check_no_owned_keys([split_override(text)[0].replace("-", "_") for text in common], lambda _: COMMAND_LINE)
-    locate = _build_locator(setters, own)
+    locate = build_sweep_locator(setters, own)
     options = find_sweep_problems(settings, locate)
-    shared = [_select_part(document, ()) for document in documents]
+    shared = [select_part(document, ()) for document in documents]
     for document in shared:
         check_no_owned_keys(list(document.values), lambda name, document=document: document.locate((name,)))  # type: ignore[misc]
 
     trainings = [_Training(None, shared, common, options.evaluate, options.evaluations)]
     for name, benchmark in options.benchmarks.items():
         path = ("sweep", "benchmarks", name, "keys")
-        overridden, in_file = _split_variant(benchmark.keys, path, locate)
+        overridden, in_file = split_by_source(benchmark.keys, path, locate)
         layers = [
-            *([_select_part(setters["benchmarks"], path, in_file)] if in_file else []),
+            *([select_part(setters["benchmarks"], path, in_file)] if in_file else []),
             YamlDocument(f"{COMMAND_LINE}, benchmark {name}", overridden, {}),
         ]
         trainings.append(
@@ -242,11 +252,11 @@ def _build_training(
         if training.benchmark is not None and variant not in (training.variants or options.list_root_variants()):
             continue
         keys = {name: value for name, value in options.variants[variant].items() if name not in (BRANCH, SEEDS)}
-        overridden, in_file = _split_variant(keys, ("sweep", "variants", variant), locate)
+        overridden, in_file = split_by_source(keys, ("sweep", "variants", variant), locate)
         branch = options.branches.get(variant)
         layers_by_variant[variant] = [
             *([] if branch is None else layers_by_variant[branch.variant]),
-            _select_part(setters["variants"], ("sweep", "variants", variant), in_file),
+            select_part(setters["variants"], ("sweep", "variants", variant), in_file),
             YamlDocument(f"{COMMAND_LINE}, variant {variant}", overridden, {}),
         ]
         trunks = [] if branch is None else built[branch.variant]
@@ -375,88 +385,3 @@ def compute_run_identity(config: Config, origin: tuple[str, int] | None = None) 
     position = config.position
     processors = "_".join(name for name in position.processors if name != "none")
     return f"{processors}{'+' if processors else ''}{'_'.join(position.encodings)}-{digest}"
-
-
-def _collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, Any], dict[str, YamlDocument], list[str]]:
-    """Return the merged keys of `sweep:`, the file that set each (and `sweep` itself), and notes on replaced keys."""
-    values: dict[str, Any] = {}
-    setters: dict[str, YamlDocument] = {}
-    notes = []
-    for document in documents:
-        if "sweep" not in document.values:
-            continue
-        keys = document.values["sweep"]
-        if not isinstance(keys, dict):
-            raise UserError(f"{document.locate(('sweep',))}: sweep {describe_non_mapping(keys)}")
-        for name in keys.keys() & values.keys():
-            if values[name] != keys[name]:
-                old, new = setters[name].locate(("sweep", name)), document.locate(("sweep", name))
-                notes.append(f"sweep.{name} ({old}) replaced ({new})")
-        values |= keys
-        setters |= dict.fromkeys([*keys, "sweep"], document)
-    if not setters:
-        names = ", ".join(document.source for document in documents)
-        raise UserError(f"{names}: no sweep: mapping found; a sweep requires one")
-    return values, setters, sorted(notes)
-
-
-def _build_locator(setters: dict[str, YamlDocument], overrides: Sequence[str]) -> Callable[[KeyPath], str]:
-    """Return a function that locates a key of `sweep:`: the command line, or `file:line`."""
-    overridden = [tuple(split_override(text)[0].split(".")) for text in overrides]
-
-    def locate(path: KeyPath) -> str:
-        document = setters[path[1]] if path[1:] and path[1] in setters else setters["sweep"]
-        is_set = any(path[: len(key)] == key for key in overridden)  # set directly or through a parent
-        is_opened = path not in document.lines and any(key[: len(path)] == path for key in overridden)
-        return COMMAND_LINE if is_set or is_opened else document.locate(path)
-
-    return locate
-
-
-def _split_variant(
-    values: dict[str, Any], path: KeyPath, locate: Callable[[KeyPath], str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a mapping's keys into those set on the command line and those set in a file."""
-    from_command_line: dict[str, Any] = {}
-    from_file: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = (*path, name)
-        if locate(inner) == COMMAND_LINE:
-            from_command_line[name] = value
-        elif isinstance(value, dict):
-            overridden, from_file[name] = _split_variant(value, inner, locate)
-            from_command_line |= {name: overridden} if overridden else {}
-        else:
-            from_file[name] = value
-    return from_command_line, from_file
-
-
-def _select_part(document: YamlDocument, path: KeyPath, values: dict[str, Any] | None = None) -> YamlDocument:
-    """Return the mapping under a path as a separate document with its lines; for an empty path, all except `sweep`."""
-    if not path:
-        remaining = {name: value for name, value in document.values.items() if name != "sweep"}
-        return replace(document, values=remaining, lines={p: n for p, n in document.lines.items() if p[0] != "sweep"})
-    lines = {p[len(path) :]: n for p, n in document.lines.items() if p[: len(path)] == path and len(p) > len(path)}
-    return YamlDocument(document.source, values or {}, lines)
-
-
-def _apply_override(settings: dict[str, Any], text: str) -> None:
-    """Apply `sweep.a.b=value` to the mapping."""
-    name, value = split_override(text)
-    *outer, last = name.split(".")[1:]
-    inside = settings
-    for part in outer:
-        if not isinstance(inside.setdefault(part, {}), dict):
-            raise UserError(f"command line: {name}: sweep.{part} is {format_value(inside[part])}, not a mapping")
-        inside = inside[part]
-    for other in list_other_spellings(last):
-        inside.pop(other, None)
-    inside[last] = value
-
-
-def list_other_spellings(name: str) -> list[str]:
-    """Return the keys of an evaluation that have the same meaning as a key, which therefore replaces them."""
-    if name in ("lengths", "multiples"):
-        return ["lengths", "multiples"]
-    fields = EvaluationOptions.model_fields.items()
-    return [other for key, field in fields if name in (key, field.alias) for other in (key, field.alias) if other]

@@ -181,7 +181,7 @@ def count_offloaded_bytes(config: Config, sizes: ParallelSizes, vocab_size: int)
 def find_start_step(options: CheckpointOptions) -> int:
     """Return the step at which a run starts, from the names of its checkpoints.
 
-    Errors in checkpoints are left to the code that reads them.
+    Damaged checkpoints are reported by the code that reads them.
     """
     if options.load is None or options.finetune:
         return 0

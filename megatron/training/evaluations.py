@@ -102,7 +102,7 @@ def validate(
 
 
 class Validator:
-    """Runner of a run's validations and test, which it reports."""
+    """Validations and test of a run, with their reports."""
 
     def __init__(self, run: TrainingRun, watchdog: Watchdog) -> None:
         self._run, self._watchdog = run, watchdog

@@ -101,7 +101,7 @@ class StacksFile:
             faulthandler.register(DUMP_SIGNAL, file=self.open(), all_threads=True)
 
     def is_empty(self) -> bool:
-        """Return True if nothing was written yet."""
+        """Return True if nothing has been written yet."""
         return self.path is None or not os.fstat(self.open().fileno()).st_size
 
     def close(self) -> None:

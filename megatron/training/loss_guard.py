@@ -1,8 +1,8 @@
 """Detection of bad losses, and the response of the run: continue, roll back to a checkpoint, or stop.
 
-A rollback restarts the run from the last complete checkpoint, exactly as a restart does, but after all data read since:
-the data of the bad step, and the data before it that led there. The skipped samples are part of the trainer's state, so
-a later resume skips them too.
+A rollback restarts the run from the last complete checkpoint, exactly as a restart does, but skips all data read since
+then: the data of the bad step, and the earlier data that led to it. The skipped samples are part of the trainer's
+state, so a later resume skips them too.
 """
 
 import math

@@ -88,7 +88,7 @@ class ValidationRecord:
 
 
 HARNESS_KIND = "harness/"
-"""Beginning of the kind of a record of lm-evaluation-harness, before the name of the task."""
+"""Prefix of the kinds of lm-evaluation-harness records; the name of the task follows."""
 
 
 @dataclass(frozen=True)

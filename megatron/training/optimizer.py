@@ -23,7 +23,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.distributed.sharding import count_all_elements, is_owned_by_rank, is_replica
 from megatron.model.parameter_groups import build_parameter_groups, find_model_parts
-from megatron.options.training import OptimizerOptions
+from megatron.options.optimizer import OptimizerOptions
 from megatron.training.projected_optimizers import MuonWithAdamW, ProjectedAdamW, ProjectedLion, ProjectedOptimizer
 
 

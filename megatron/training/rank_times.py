@@ -92,7 +92,7 @@ class RankTimes:
     forward: float = 0.0
     """Average time of a forward pass."""
     data_wait: float = 0.0
-    """Total over all steps."""
+    """Time spent waiting for data, over all steps."""
     checkpoint_wait: float = 0.0
 
     def to_numbers(self) -> tuple[float, ...]:
@@ -104,10 +104,10 @@ class RankComparison:
     """Comparison of the ranks of a run over an interval."""
 
     data_wait: float
-    """Seconds over all steps, of the rank that waited longest."""
+    """Time that the rank that waited longest spent waiting for data, over all steps, in seconds."""
     data_wait_rank: int
     checkpoint_wait: float
-    """Seconds, of the rank that waited longest."""
+    """Time that the rank that waited longest spent waiting for checkpoints, in seconds."""
     slowest_rank: int | None
     """Rank with the slowest forward pass relative to the median of its pipeline stage, or None if every stage has one
     rank.

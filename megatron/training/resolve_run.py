@@ -262,7 +262,7 @@ def _describe_unused_zero_keys(config: Config) -> Iterator[str]:
 
 
 def _describe_late_stages(resolved: ResolvedRun) -> Iterator[str]:
-    """Yield notes about stages and a warmup that the run ends before, if its number of steps is known."""
+    """Yield notes about stages and a warm-up that begin or end after the last step of the run, if it is known."""
     stages, training = resolved.stages, resolved.config.training
     train_iters = training.train_iters
     if not stages or not train_iters:

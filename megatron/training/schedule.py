@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.config.stages import Stage
-from megatron.options.training import CooldownStyle, DecayStyle, OptimizerOptions, WsdDecayStyle
+from megatron.options.optimizer import CooldownStyle, DecayStyle, OptimizerOptions, WsdDecayStyle
 
 COOLDOWN_TIMESCALE = 10
 """Time scale of the inverse square root: a larger value makes the early decay steeper."""

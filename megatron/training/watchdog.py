@@ -13,10 +13,10 @@ A rank can fail to respond in four ways, and each is detected differently:
     it computes in C and holds the GIL        another rank of its machine sends SIGUSR2, and `faulthandler` writes the
                                               stacks without Python. For a single process the stacks go to a helper
                                               process a little later, which stores and reports them
-    it was stopped (SIGSTOP)                  its heartbeat stops, as the line reports. When all others have reported,
+    it was stopped (SIGSTOP)                  its heartbeat stops, which the line states. When all others have reported,
                                               one rank of its machine sends SIGUSR2 and resumes it (SIGCONT), so that
                                               it too writes its unchanged stacks and exits
-    its machine is down                       its heartbeat stops, as the line reports
+    its machine is down                       its heartbeat stops, which the line states
 
 `hang_report.py` writes the report after the detection.
 """

@@ -71,10 +71,14 @@ def describe_signal(error: BaseException) -> str:
     return str(error) if isinstance(error, StoppedBySignal) else "interrupted"
 
 
+BEFORE_WORK = "before any work; nothing was changed"
+"""End of the message of a process that a signal ends while it starts."""
+
+
 def exit_on_signal(signum: int, frame: FrameType | None) -> None:
     """Handle a signal by exiting immediately with a message."""
     with suppress(OSError):  # the terminal may be gone
-        os.write(2, f"{describe_signal(build_signal_exception(signum))}\n".encode())
+        os.write(2, f"{describe_signal(build_signal_exception(signum))} {BEFORE_WORK}\n".encode())
     os._exit(128 + signum)
 
 

@@ -258,7 +258,7 @@ def test_one_document_a_row_is_the_plain_forward_pass() -> None:
     assert [(c.restarted, [s.document_starts for s in c.segments]) for c in seen] == 2 * [(None, [None])]
 
 
-def test_a_layout_that_contradicts_itself_is_refused() -> None:
+def test_a_layout_that_contradicts_itself_is_rejected() -> None:
     gpt, tokens = small_gpt(LENGTH, "none", "none"), torch.zeros(1, 4, dtype=torch.int64)
     for starts in ([[0, 0, 1, 1]], [[1, 1, 2, 2]], [[0, 1, 0, 3]], [[0, 1, 1]]):
         with pytest.raises(ValueError, match="document_starts"):

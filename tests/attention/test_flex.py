@@ -153,7 +153,7 @@ def test_it_is_not_used_for_deterministic_runs(monkeypatch) -> None:
     )
 
 
-def test_it_is_refused_by_name_without_a_gpu() -> None:
+def test_it_is_rejected_by_name_without_a_gpu() -> None:
     from megatron.attention.backends.registry import select_backend
 
     if torch.cuda.is_available():

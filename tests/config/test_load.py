@@ -9,6 +9,8 @@ import pytest
 
 from megatron.config.load import find_config, load_config
 from megatron.config.schema import list_config_keys
+from megatron.options.launch import SlurmOptions
+from megatron.options.optimizer import OptimizerParams
 from megatron.utils.errors import UserError
 
 BASE = """\
@@ -141,6 +143,15 @@ def test_a_name_that_is_not_utf_8_is_rejected(write):
     assert problem.startswith(r"command line: save: 'runs/caf\udce9' is not valid UTF-8; choose")
 
 
+def test_null_unsets_the_keys_of_a_mapping(write):
+    write(cluster="slurm: {partition: long, time: '1:00:00'}\noptimizer: {params: {lr: 0.5}}\n", empty="slurm:\n")
+    found = load_config(["base", "cluster"], ["slurm=null", "slurm.partition=short", "optimizer.params=null"])
+    assert found.config.launch.slurm == SlurmOptions(partition="short")
+    assert found.config.optimizer.optimizer.params == OptimizerParams()
+    assert "slurm.time 1:00:00 (cluster.yml:1) unset by slurm null (command line)" in found.layers.replacements
+    assert "slurm is empty (null); give it keys" in only_problem(["base", "empty"])
+
+
 def test_null_unsets_what_an_earlier_layer_set(write):
     assert load_config(["base"], ["train_iters=null"]).config.training.train_iters == 0
     assert "num_layers" in only_problem(["base"], ["num_layers=null"])  # no default
@@ -243,7 +254,7 @@ def test_all_problems_are_reported_with_their_location(write):
         ("slurm.partition=[a b]", "slurm.partition is ['a b']; it must be a string"),
         ("slurm.partition=a b", "slurm.partition is a b; it must be one word without quotes"),
         ("slurm.time=soon", "slurm.time is soon; it must be a time limit in SLURM's format"),
-        ("slurm=null", "slurm is empty (null); give it keys, or remove it"),
+        ("fp16=null", "fp16 is empty (null); give it keys, or remove it"),
         ("optimizer.params.lrr=1", "did you mean optimizer.params.lr?"),
         ("zero_optimization.stagge=1", "did you mean zero_optimization.stage?"),
         ("zero_optimization.stage=4", "choose from 0, 1, 2, 3"),

@@ -18,7 +18,7 @@ from megatron.config.schema import list_config_keys
 from megatron.distributed.hardware import LocalHardware
 from megatron.model.build import check_position_options
 from megatron.options.model import get_ffn_hidden_size
-from megatron.options.training import OptimizerChoice
+from megatron.options.optimizer import OptimizerChoice
 from megatron.position import catalog, registry
 from megatron.position.facts import AttentionDims
 from megatron.training.resolve_run import resolve_run

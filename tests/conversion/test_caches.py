@@ -138,7 +138,7 @@ def test_keys_of_other_trainers_are_read_or_rejected(models: dict[str, Any], nam
             model(PROMPT, attention_mask=mask, past_key_values=cache)
 
 
-def test_static_caches_are_refused_at_once(models: dict[str, Any]) -> None:
+def test_static_caches_are_rejected_at_once(models: dict[str, Any]) -> None:
     """Static caches are rejected twice in a row, because transformers reuses them in the next call."""
     model = models["cdape"]
     for _ in range(2):

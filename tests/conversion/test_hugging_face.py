@@ -327,7 +327,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_more_layers_than_the_files_can_hold_are_refused_before_they_are_built(sources: Path, tmp_path: Path) -> None:
+def test_more_layers_than_the_files_can_hold_are_rejected_before_they_are_built(sources: Path, tmp_path: Path) -> None:
     """A configuration with a million layers is rejected before building, which would take minutes."""
     source = tmp_path / "source"
     source.mkdir()

@@ -298,7 +298,7 @@ def test_invalid_choices_leave_no_files(texts, tmp_path, options, message):
         (["python"], {"suffixes": [".md"]}, r"^suffixes: \.md: no source is a folder or a file$"),
     ],
 )
-def test_options_that_no_source_reads_are_refused(texts, tmp_path, monkeypatch, sources, options, message):
+def test_options_that_no_source_reads_are_rejected(texts, tmp_path, monkeypatch, sources, options, message):
     monkeypatch.chdir(texts)
     with pytest.raises(UserError, match=message):
         prepare(sources, tmp_path / "out", **options)
@@ -326,7 +326,7 @@ def test_errors_in_workers_arrive_as_they_are(many, tmp_path):
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["many.jsonl"]
 
 
-def test_corpora_without_text_are_refused(tmp_path):
+def test_corpora_without_text_are_rejected(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     for i in range(6):

@@ -73,7 +73,7 @@ def test_errors_of_any_process_are_one_line(num_workers):
         next(found)
 
 
-def test_impossible_orders_are_refused():
+def test_impossible_orders_are_rejected():
     for wrong in ({"micro_batch_size": 0}, {"start": -1}):
         with pytest.raises(ValueError, match="micro_batch_size"):
             DistributedBatchSampler(5, **({"micro_batch_size": 1, "data": Axis(0, 2), "start": 0} | wrong))

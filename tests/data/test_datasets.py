@@ -230,7 +230,7 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
         assert "\n" not in str(error.value)
 
 
-def test_data_that_cannot_be_used_are_refused(dataset, words, tmp_path):
+def test_data_that_cannot_be_used_are_rejected(dataset, words, tmp_path):
     good, short = dataset("good", numbered(LENGTHS)), dataset("short", numbered([5, 3]))
     large, empty = dataset("large", [[1, 2, 3, 2000] * 9]), dataset("empty", [[], []])
     os.remove(dataset("half", [[1]]) + ".idx")
@@ -279,7 +279,7 @@ def test_a_token_outside_the_vocabulary_is_caught_when_it_is_read(dataset, words
 @pytest.mark.parametrize("dtype", ["int32", "int16", "int64"])
 @pytest.mark.parametrize("token", [-1, -2, 2000])
 @pytest.mark.parametrize("cached", [True, False])
-def test_tokens_outside_the_vocabulary_are_refused_before_training(
+def test_tokens_outside_the_vocabulary_are_rejected_before_training(
     dataset, words, tmp_path, monkeypatch, token, dtype, cached
 ):
     monkeypatch.setattr("megatron.data.indexed_dataset.IndexedTokens.find_token_range", _skip_sampling)
@@ -339,7 +339,7 @@ def test_a_cache_that_cannot_be_written_is_named(dataset, words, tmp_path):
         build(data, train=60, cache=tmp_path / "file")
 
 
-def test_an_index_beyond_memory_is_refused(dataset, words, monkeypatch):
+def test_an_index_beyond_memory_is_rejected(dataset, words, monkeypatch):
     data = DataOptions(
         train_data_paths=[dataset("d", numbered(LENGTHS))], valid_data_paths=[dataset("e", numbered(LENGTHS))], **words
     )

@@ -37,7 +37,7 @@ def test_a_growing_corpus_keeps_nearly_all_documents_in_their_split():
     assert np.bincount(before).tolist() == [1800, 100, 100]
 
 
-def test_impossible_splits_are_refused():
+def test_impossible_splits_are_rejected():
     with pytest.raises(UserError, match=r"2 documents cannot be divided into 3 splits.*--split none"):
         compute_split_counts(2, (0.9, 0.05, 0.05))
     for wrong in [(0.5, 0.5), (0.5, -0.1, 0.6), (0.0, 0.0, 0.0), (float("nan"), 1.0, 1.0), (float("inf"), 1.0, 1.0)]:

@@ -97,7 +97,7 @@ def test_missing_files_are_named(saved: Path, tmp_path: Path, monkeypatch: pytes
         ("hf://datasets/allenai/c4", "for a dataset on the hub, use hf:allenai/c4) and prepare the copy"),
     ],
 )
-def test_object_stores_are_refused_with_the_reason(source: str, instead: str) -> None:
+def test_object_stores_are_rejected_with_the_reason(source: str, instead: str) -> None:
     with pytest.raises(UserError, match="remote sources are not supported: a source is read several times") as error:
         scan_sources([source])
     assert str(error.value).startswith(source)

@@ -158,7 +158,7 @@ def test_damaged_files_work_or_are_rejected_in_one_line(tmp_path, all_tokenizers
     assert refused >= 20  # at least the truncated ones
 
 
-def test_ids_beyond_all_memory_are_refused(tmp_path):
+def test_ids_beyond_all_memory_are_rejected(tmp_path):
     path = tmp_path / "tokenizer.json"
     hf.Tokenizer(hf.models.WordLevel({"a": 0, "</s>": 4_321}, unk_token="a")).save(str(path))
     path.write_text(path.read_text().replace("4321", "4000000000"))  # a serialized form would count up to this id

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,6 +148,31 @@ def _describe_protocol(records: list[Record]) -> str:
     return describe_measurements(build_comparison_tables(records))[0]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"alpha": "two"}, "alpha is 'two'; it must be a number"),
+        ({"alpha": float("nan")}, "alpha is nan; it must be a finite number"),
+        ({"num_targets": 0}, "num_targets is 0; it must be at least 1"),
+        ({"positions": []}, "positions is []; it must be a list of at least 1 value"),
+        ({"positions": [4, "5"]}, "item 2 of positions is '5'; it must be an integer"),
+        ({"positions": [-1]}, "item 1 of positions is -1; it must be at least 0"),
+        ({"reference": {"method": "rotary"}}, "reference: run is missing"),
+        ({"tokens": [4]}, "unknown field tokens"),
+    ],
+)
+def test_damaged_fields_are_named(
+    tmp_path: Path, running_mean: RunningMean, change: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "keys.json"
+    finding = {"find_key_tokens": True, "key_alpha": 0.0, "key_beta": -9.0}
+    long_perplexity(running_mean, Options(**KEYS, key_tokens=str(path), **finding))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError) as error:
+        long_perplexity(running_mean, Options(**KEYS, key_tokens=str(path)))
+    assert str(error.value) == f"key_tokens {path}: not a file of key tokens: {message}"
+
+
 def test_key_tokens_fit_one_text_and_one_choice_of_windows(tmp_path: Path, running_mean: RunningMean) -> None:
     path = str(tmp_path / "keys.json")
     finding = {"find_key_tokens": True, "key_alpha": 0.0, "key_beta": -9.0}
@@ -160,8 +186,8 @@ def test_key_tokens_fit_one_text_and_one_choice_of_windows(tmp_path: Path, runni
         ({"targets": 4}, r"different choice of windows and targets \(digest\)"),
         ({"key_alpha": 1.0}, "only for finding key tokens"),
         ({"find_key_tokens": True}, "file exists, and other evaluations may depend on it"),
-        ({"key_tokens": missing}, "file not found; set find_key_tokens to create it"),
-        ({"key_tokens": str(damaged)}, "not a file of key tokens: alpha: Field required"),
+        ({"key_tokens": missing}, "no such file; set find_key_tokens to create it"),
+        ({"key_tokens": str(damaged)}, "not a file of key tokens: alpha is missing"),
         ({"key_tokens": None}, "long_perplexity needs key_tokens"),
         ({"measures": ["perplexity"]}, "only for the measure long_perplexity"),
         ({"targets": [3, 5]}, "needs one set of targets"),

@@ -208,7 +208,7 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
     for data, message in (
         ("fox.md", r"fox.md: its suffix must be \.txt, \.jsonl"),
         ("empty.txt", "empty.txt: no text found"),
-        ("nothing.txt", r"nothing.txt: not found; --data expects a file \(.txt"),
+        ("nothing.txt", r"nothing.txt: no such file or folder; --data expects a file \(.txt"),
     ):
         if not data.startswith("nothing"):
             Path(data).write_text("")

@@ -207,7 +207,7 @@ def test_trivial_baselines_are_listed_with_the_models() -> None:
     assert "window" not in page.split("Measurements")[1].split("Models")[0]
 
 
-def test_positions_that_end() -> None:
+def test_lengths_beyond_the_positions_are_left_out() -> None:
     of = config("reverse_string", 6)
     task_eval = build_task_eval(EvaluationOptions(lengths=[6, 9, 12], windows=4), [of])
     found = task_eval.score(loaded(gpt(of, pos_emb="alibi", randomized_positions=19), of), ScoringContext())

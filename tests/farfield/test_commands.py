@@ -166,7 +166,7 @@ def test_a_failed_command_is_its_own_line(tmp_path: Path) -> None:
         farfield.train("162M", save=str(tmp_path / "run"), quiet=True)
     with pytest.raises(farfield.UserError, match="nothing: no such file"):
         farfield.prepare("nothing", output=tmp_path / "corpus", quiet=True)
-    with pytest.raises(farfield.UserError, match=r"results.json: not found"):
+    with pytest.raises(farfield.UserError, match=r"results.json: no such file"):
         farfield.read_results(tmp_path)
     with pytest.raises(farfield.UserError, match=r"^path is nope, which does not exist; give a results.json or its"):
         farfield.read_results("nope")

@@ -180,13 +180,13 @@ def test_messages_name_arguments_instead_of_options(model: farfield.Model, tmp_p
     run = str(model._loaded.run.checkpoint)
     with pytest.raises(farfield.UserError, match=r"^only: unknown analysis 'kernel'; did you mean kernels"):
         farfield.analyze(run, tmp_path / "page", only=["kernel"])
-    with pytest.raises(farfield.UserError, match="nowhere: not found; data expects a file"):
+    with pytest.raises(farfield.UserError, match="nowhere: no such file or folder; data expects a file"):
         farfield.evaluate(run, tmp_path, data=str(tmp_path / "nowhere"))
     with pytest.raises(farfield.UserError, match=r"^num_layers is 'x'; it must be an integer"):
         farfield.train("configs/model/125M.yml", num_layers="x")
 
 
-def test_positions_that_end_are_refused(corpus: Path, tmp_path: Path) -> None:
+def test_texts_beyond_a_position_table_are_rejected(corpus: Path, tmp_path: Path) -> None:
     model = load(corpus, tmp_path, pos_emb="learned")
     for ask in (lambda: model.score(TEXT, 17), lambda: model.attention_maps(TEXT)):
         with pytest.raises(farfield.UserError, match="the model supports 16 positions"):
@@ -266,6 +266,6 @@ def test_tokens_come_as_any_sequence(model: farfield.Model) -> None:
 
 
 @pytest.mark.parametrize("stop", [[""], ["a", ""]])
-def test_an_empty_stop_is_refused(model: farfield.Model, stop: list[str]) -> None:
+def test_an_empty_stop_is_rejected(model: farfield.Model, stop: list[str]) -> None:
     with pytest.raises(farfield.UserError, match=f"^item {len(stop)} of stop is empty; leave it out$"):
         model.generate("1", stop=stop)

@@ -292,12 +292,12 @@ def test_bfloat16_in_the_interpreter_falls_back_to_pytorch(processor: str, devic
         ),
     ],
 )
-def test_the_rest_is_refused_by_name(encoding: str, processor: str, shape: AttentionDims, complaint: str) -> None:
+def test_the_rest_is_rejected_by_name(encoding: str, processor: str, shape: AttentionDims, complaint: str) -> None:
     with pytest.raises(UserError, match=f"attention_backend 'triton': .*{complaint}.*choose from auto"):
         select_backend("triton", 4, AttentionFormula(*build(encoding, processor, shape)))
 
 
-def test_sizes_beyond_the_kernels_are_refused_by_name() -> None:
+def test_sizes_beyond_the_kernels_are_rejected_by_name() -> None:
     encoding = load_encoding_class("fire")(SHAPE, width=MAX_WIDTH + 1)
     with pytest.raises(UserError, match="'triton': its networks have at most 64 heads and width 64, not 3 and 65"):
         select_backend("triton", 4, AttentionFormula(encoding))
@@ -308,7 +308,7 @@ def test_sizes_beyond_the_kernels_are_refused_by_name() -> None:
             select_backend("triton", 4, AttentionFormula(encoding, wide))
 
 
-def test_a_bias_for_which_there_is_no_kernel_is_refused() -> None:
+def test_a_bias_for_which_there_is_no_kernel_is_rejected() -> None:
     class Other(Encoding):
         def dense(self, query, key, like, heads):
             raise AssertionError("not asked for")
@@ -358,7 +358,7 @@ def test_dropout_keeps_documents_masked(device: str) -> None:
     assert (weights[..., ~outside] > 0).sum() > weights[..., ~outside].numel() / 2
 
 
-def test_without_a_gpu_or_the_interpreter_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_or_the_interpreter_it_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "is_triton_available", lambda: False)
     with pytest.raises(UserError, match="attention_backend 'triton': it needs a CUDA device"):
         select_backend("triton", 4, AttentionFormula(*build("alibi", "none", SHAPE)))

@@ -190,7 +190,7 @@ def test_a_lock_means_alive(tmp_path: Path) -> None:
     assert read_status(run).state == "stopped"
 
 
-def test_a_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_lists_the_runs_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [make(tmp_path / "runs" / name) for name in ("b", "a")]
     (runs[0] / "checkpoints" / "step_0000020" / "config.yml").write_text("")
     assert find_runs([tmp_path / "runs"]) == sorted(runs)

@@ -136,7 +136,7 @@ def test_invalid_configurations_are_rejected(keys: dict[str, Any], key: str, tex
     assert text in problem
 
 
-def test_methods_without_a_rule_are_refused() -> None:
+def test_methods_without_a_rule_are_rejected() -> None:
     heads = {**WIDE, "mup_base_num_attention_heads": 4}
     with pytest.raises(UserError, match="no muP rule for a head size other than the base model's"):
         build_model(options(**heads), PositionOptions(pos_emb="transformer_xl"), VOCABULARY)

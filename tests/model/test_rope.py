@@ -121,7 +121,7 @@ def assert_documents_are_refused(gpt: GPT) -> None:
     gpt.end_of_document = None
 
 
-def test_documents_are_refused_if_frequencies_depend_on_the_length() -> None:
+def test_documents_are_rejected_if_frequencies_depend_on_the_length() -> None:
     assert_documents_are_refused(rotary_gpt("dynamic"))
 
 

@@ -79,6 +79,6 @@ def test_start_values_are_options(name: str, option: str) -> None:
         ("learned", "std", -0.5),
     ],
 )
-def test_absurd_option_values_are_refused(name: str, option: str, value: float) -> None:
+def test_absurd_option_values_are_rejected(name: str, option: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"option {option}.* is {value}"):
         registry.build_encoding(name, AttentionDims(3, 4, 12, 16, 16), {option: value})

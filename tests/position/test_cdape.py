@@ -112,7 +112,7 @@ def test_start_values_are_conv2d_s() -> None:
 
 
 @pytest.mark.parametrize("options", [{"kernel_size": 4}, {"kernel_size": 0}, {"width": 0}, {"kernel": 3}])
-def test_bad_options_are_refused(options: dict) -> None:
+def test_bad_options_are_rejected(options: dict) -> None:
     with pytest.raises(ValueError, match="cdape"):
         registry.build_processor("cdape", AttentionDims(3, 8, 24, 16, 16), options, has_bias=True)
 

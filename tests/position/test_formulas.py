@@ -135,7 +135,7 @@ def test_learned_is_its_table_and_ends_with_it() -> None:
         ("fire", {"activation": "gelu"}, "activation of fire is .gelu.; choose from relu, leaky_relu"),
     ],
 )
-def test_bad_names_and_options_are_refused_by_name(name: str, options: dict, complaint: str) -> None:
+def test_bad_names_and_options_are_rejected_by_name(name: str, options: dict, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         _build(name, **options)
 

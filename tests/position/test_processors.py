@@ -171,6 +171,6 @@ def test_invalid_options_are_rejected() -> None:
         registry.build_processor("ssmax_prior", SHAPE, {"s": 0.0}, has_bias=False)
 
 
-def test_talking_heads_that_mix_nothing_are_refused() -> None:
+def test_talking_heads_that_mix_nothing_are_rejected() -> None:
     with pytest.raises(OptionError, match="is false, and so is before_softmax; set one of them to true"):
         build("talking_heads", before_softmax=False, after_softmax=False)

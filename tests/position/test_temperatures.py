@@ -126,7 +126,7 @@ def test_its_file_declares_its_number_of_parameters(name: str) -> None:
         ("logn", {"lenght": 1}, "did you mean length?"),
     ],
 )
-def test_bad_options_are_refused(name: str, options: dict, problem: str) -> None:
+def test_bad_options_are_rejected(name: str, options: dict, problem: str) -> None:
     with pytest.raises(ValueError, match=problem.replace("?", r"\?")) as refusal:
         registry.build_temperature(name, DIMS, options)
     assert isinstance(refusal.value, OptionError) or "lenght" in options

@@ -16,8 +16,9 @@ from megatron.reports.leaderboard_benchmarks import RankedBenchmark
 from megatron.reports.leaderboard_summary import build_answers, find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
-from megatron.reports.records import Record, RunFailure, record_from_row, write_records
+from megatron.reports.records import Record, record_from_row, write_records
 from megatron.reports.report import ReportSection, render_report
+from megatron.reports.run_records import RunFailure
 from megatron.reports.significance import (
     apply_holm_correction,
     compare_pairs,

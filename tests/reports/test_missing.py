@@ -21,9 +21,10 @@ from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard
 from megatron.reports.paper_experiment import Experiment, PublishedTable
-from megatron.reports.records import Record, RunFailure
+from megatron.reports.records import Record
 from megatron.reports.report import ReportSection
 from megatron.reports.results_output import write_results
+from megatron.reports.run_records import RunFailure, get_failures_path, read_failures
 from megatron.reports.significance import compare_methods
 from megatron.utils.errors import UserError
 
@@ -213,7 +214,7 @@ def test_a_failed_method_is_in_tables_of_its_training_length_alone(holes: list[R
 
 def test_failures_are_stored_next_to_results_and_reported(holes: list[Record], tmp_path: Path) -> None:
     write_results(tmp_path, holes, [DIVERGED])
-    assert records.read_failures(tmp_path / "results.json") == [DIVERGED]
+    assert read_failures(tmp_path / "results.json") == [DIVERGED]
     assert "| gone | failed | failed | failed |" in (tmp_path / "results.md").read_text()
     assert "failed at step 1,200" in (tmp_path / "results.md").read_text()
     console = Console(record=True, width=200)
@@ -230,12 +231,12 @@ def test_failures_are_stored_next_to_results_and_reported(holes: list[Record], t
 )
 def test_an_invalid_list_of_failures_is_rejected(text: str, holes: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", holes)
-    records.get_failures_path(path).write_text(text)
+    get_failures_path(path).write_text(text)
     with pytest.raises(UserError, match=r"results\.failures\.json: not a list of failed runs"):
         combine_results([path], Console(record=True))
     with pytest.raises(UserError, match="not a list of failed runs"):
         write_results(tmp_path, holes)
-    assert records.get_failures_path(path).read_text() == text, "somebody's own file"
+    assert get_failures_path(path).read_text() == text, "somebody's own file"
 
 
 def test_trivial_baselines_are_never_marked_as_best() -> None:

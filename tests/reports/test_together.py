@@ -245,7 +245,7 @@ def test_an_invalid_experiment_is_rejected(text: str, story: list[Record], tmp_p
 def test_incompatible_results_are_reported_in_one_line(story: list[Record], tmp_path: Path) -> None:
     path = records.write_records(tmp_path / "results.json", story)
     for files, against, message in (
-        ([tmp_path / "no.json"], None, "not found"),
+        ([tmp_path / "no.json"], None, "no such file"),
         ([path], "kerple", "unknown method; did you mean kerple_log"),
         ([records.write_records(tmp_path / "one.json", story[:1])], "rotary", "the only method in its table"),
         ([records.write_records(tmp_path / "none.json", [])], None, "no records found"),

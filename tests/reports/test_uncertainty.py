@@ -69,7 +69,7 @@ def test_against_every_possible_resample() -> None:
     assert found.change[0].tolist() == [0, 0]
 
 
-def test_against_a_plain_loop() -> None:
+def test_the_bootstrap_equals_a_plain_loop() -> None:
     generator = random.Random(1)
     counts = [generator.randint(1, 9) for _ in range(20)]
     sums = [[generator.gauss(2, 0.5) * count for count in counts] for _ in range(3)]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,8 +20,7 @@ from megatron.kernels.cdape_attention import mixer_operands
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.chunks import ALIGNED, NO_WINDOW_INT32
 from megatron.kernels.cdape_attention.geometry import FOLDER, HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, Tile
-from megatron.kernels.cdape_attention.logit_kernels import LogitInputs
-from megatron.kernels.cdape_attention.mixer import ColumnSpans, MixerInputs
+from megatron.kernels.cdape_attention.mixer import ChunkInputs, ColumnSpans
 from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
 from megatron.kernels.cuda.compile import CudaKernel
@@ -123,7 +122,7 @@ class Case(NamedTuple):
     width: int = WIDTH
     is_linear: bool = False
 
-    def build(self, family: KernelFamily, inputs: LogitInputs | MixerInputs) -> MixerKernel:
+    def build(self, family: KernelFamily, inputs: ChunkInputs) -> MixerKernel:
         return self.build_for_rows(family, is_local=inputs.spans is not None)
 
     def build_for_rows(self, family: KernelFamily, *, is_local: bool, is_gated: bool = False) -> MixerKernel:
@@ -212,22 +211,19 @@ def draw_call(shape: Shape, generator: torch.Generator) -> Call:
     )
 
 
-def build_logit_inputs(shape: Shape, seed: int = 0, *, residual_bias: bool = True) -> LogitInputs:
+def build_logit_inputs(shape: Shape, seed: int = 0, *, residual_bias: bool = True) -> ChunkInputs:
     call = draw_call(shape, torch.Generator().manual_seed(seed))
     bias = call.operands.bias_table
     operands = replace(call.operands, bias_table=bias if residual_bias else bias[..., :0])
-    return LogitInputs(call.queries, call.keys, operands, 0, 0, shape.position - shape.left, shape.spans)
+    return ChunkInputs(call.queries, call.keys, operands, 0, 0, shape.position - shape.left, shape.spans)
 
 
-InputsT = TypeVar("InputsT", LogitInputs, MixerInputs)
-
-
-def unpack_operands(inputs: InputsT) -> InputsT:
+def unpack_operands(inputs: ChunkInputs) -> ChunkInputs:
     """Return the same inputs without cached packed operands."""
-    return inputs._replace(operands=replace(inputs.operands))  # type: ignore[type-var, return-value]
+    return inputs._replace(operands=replace(inputs.operands))  # type: ignore[type-var]
 
 
-def move_into_longer_call(inputs: InputsT, rows: int = 40) -> InputsT:
+def move_into_longer_call(inputs: ChunkInputs, rows: int = 40) -> ChunkInputs:
     """Return the same inputs as the second of two layers, in a chunk with rows before and after it."""
 
     def extend(x: Tensor, dim: int, before: int, after: int) -> Tensor:
@@ -245,7 +241,7 @@ def move_into_longer_call(inputs: InputsT, rows: int = 40) -> InputsT:
         weights=PackedWeights(*(extend(x, 1, 0, 0) for x in operands.weights)),
         last=operands.last + rows,
     )
-    return inputs._replace(operands=operands, layer=1, first_row=rows)  # type: ignore[type-var, return-value]
+    return inputs._replace(operands=operands, layer=1, first_row=rows)  # type: ignore[type-var]
 
 
 class Hidden(NamedTuple):
@@ -263,7 +259,7 @@ class Hidden(NamedTuple):
     """[R, C + p]."""
 
 
-def begin_hidden(inputs: LogitInputs | MixerInputs, shape: Shape) -> Hidden:
+def begin_hidden(inputs: ChunkInputs, shape: Shape) -> Hidden:
     columns, padding = shape.columns, shape.padding
     keys = pad(inputs.keys[:, :, : columns - shape.left].double(), (0, 0, shape.left, 0))
     scores = torch.einsum("bhid,bhjd->bhij", inputs.queries.double(), keys)
@@ -284,7 +280,7 @@ def begin_hidden(inputs: LogitInputs | MixerInputs, shape: Shape) -> Hidden:
     )
 
 
-def find_inputs(inputs: LogitInputs | MixerInputs) -> list[Tensor]:
+def find_inputs(inputs: ChunkInputs) -> list[Tensor]:
     """Return the tensors that kernels read without packing."""
     keys = inputs.keys if inputs.keys._base is None else inputs.keys._base
     documents = None if inputs.spans is None else inputs.spans.document_starts
@@ -296,7 +292,7 @@ def count_slices(operands: MixerOperands) -> int:
     return math.prod(operands.padded_sizes) // (HEADS * WIDTH) * (2 if operands.shape.kernel_size > 5 else 1)
 
 
-def compute_true_logits(inputs: LogitInputs, shape: Shape) -> tuple[Tensor, Tensor]:
+def compute_true_logits(inputs: ChunkInputs, shape: Shape) -> tuple[Tensor, Tensor]:
     """Return logits in float64 and bounds of their rounding errors, from column 0 on."""
     heads, width, columns, padding = shape.heads, shape.width, shape.columns, shape.padding
     hidden_columns = columns + padding

@@ -1,6 +1,7 @@
 """Sweep as a job array: submitted jobs, work of each task, and a final report from the same command."""
 
 import io
+import json
 import os
 import re
 from pathlib import Path
@@ -9,9 +10,12 @@ import pytest
 from rich.console import Console
 
 from megatron.checkpoint.compatibility import DEEPSPEED_FOLDER
+from megatron.distributed.process_groups import ProcessGroups
 from megatron.launch.slurm import format_array_indices
+from megatron.model.build import build_model
 from megatron.sweeps import run_sweep as sweeps
 from megatron.sweeps.spec import read_sweep
+from megatron.training.metrics_log import METRICS_FILE
 from megatron.utils.errors import UserError
 
 from .conftest import BASE, Trainer, run, write
@@ -103,7 +107,19 @@ def test_a_local_dry_run_lists_the_runs_and_makes_nothing(sbatch: None, place: P
     *_, counted = lines = out.getvalue().splitlines()
     assert f"{first.name}: has a checkpoint of step 2 of 6" in lines
     assert {f"{member.name}: new" for member in others} <= set(lines)
-    assert counted == f"{len(others) + 1} of {len(others) + 1} runs to train or evaluate; nothing was started"
+    counts = "2 of 2 runs to train or evaluate"
+    unknown = "training time unknown, because no run has recorded its speed yet"
+    assert counted == f"{counts} ({unknown}); nothing was started"
+    record = {"kind": "train", "step": 2, "ms_per_step": 1000 * 3600.0, "memory_gib": 1.0}
+    (first.folder / METRICS_FILE).write_text(json.dumps(record) + "\n")
+    out = io.StringIO()
+    sweeps.run_sweep(["sweep.yml"], console=Console(file=out, width=200), dry_run=True)
+    models = [
+        build_model(m.config.model, m.config.position, 1, seed=0, groups=ProcessGroups()) for m in (first, *others)
+    ]
+    rotary, mine = (model.count_flops_per_token(16) for model in models)
+    time = f"about {4 + 6 * mine / rotary:.0f} h of training one after another, at recorded speeds"
+    assert out.getvalue().splitlines()[-1] == f"{counts} ({time}); nothing was started"
     with pytest.raises(UserError, match="no dataset nowhere"):
         sweeps.run_sweep(["sweep.yml"], ["sweep.corpus=null", "train_data_paths=[nowhere]"], dry_run=True)
 

@@ -182,7 +182,7 @@ def test_frequent_words(length: int, options: dict[str, float]) -> None:
         ("frequent_words", {"num_words": 64}, "num_words is 64; it must be less than the vocabulary, 64"),
     ],
 )
-def test_impossible_options_are_refused(name: str, options: dict[str, object], why: str) -> None:
+def test_impossible_options_are_rejected(name: str, options: dict[str, object], why: str) -> None:
     with pytest.raises(UserError, match=why):
         task_config.build_task(name, options)
 

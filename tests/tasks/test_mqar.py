@@ -74,7 +74,7 @@ def test_several_gaps_are_drawn_one_after_the_other_without_repetition() -> None
         ({"piars": 3}, "did you mean pairs"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, float], why: str) -> None:
+def test_impossible_options_are_rejected(options: dict[str, float], why: str) -> None:
     with pytest.raises(UserError, match=why):
         task_config.build_task("mqar", options)
 

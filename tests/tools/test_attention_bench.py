@@ -230,7 +230,7 @@ def test_every_length_is_compiled_afresh(extra: dict[str, Attention], monkeypatc
     assert resets == [1]
 
 
-def test_a_refused_peer_is_an_error_line_and_exit_code_1(
+def test_a_rejected_peer_is_an_error_line_and_exit_code_1(
     extra: dict[str, Attention], command: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra["wrong"] = out_of_memory

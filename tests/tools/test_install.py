@@ -56,7 +56,7 @@ def test_images_name_only_files_and_steps_that_exist() -> None:
         ),
     ],
 )
-def test_bare_roots_are_refused_before_any_work(
+def test_bare_roots_are_rejected_before_any_work(
     words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["try_bare_roots.py", *words])

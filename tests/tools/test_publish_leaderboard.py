@@ -10,8 +10,8 @@ from rich.console import Console
 from megatron.reports.leaderboard import Leaderboard
 from megatron.reports.leaderboard_benchmarks import LeaderboardPlan
 from megatron.reports.paper_experiment import Experiment, write_experiment
-from megatron.reports.records import Record, RunFailure, read_failures, record_from_row
-from megatron.reports.run_records import RunOutcome, get_run_file, write_run_file
+from megatron.reports.records import Record, record_from_row
+from megatron.reports.run_records import RunFailure, RunOutcome, get_run_file, read_failures, write_run_file
 from megatron.utils.errors import UserError
 from tools.docs.publish_leaderboard import publish
 

@@ -23,7 +23,7 @@ from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import Axis, ParallelSizes
 from megatron.distributed.process_groups import init_distributed
 from megatron.model.parameter_groups import HiddenMatrix, build_parameter_groups, list_hidden_matrices
-from megatron.options.training import OptimizerChoice
+from megatron.options.optimizer import OptimizerChoice
 from megatron.training.engine import Engine
 from megatron.training.projected_optimizers import COEFFICIENTS, ProjectedLion, list_matrix_shards, orthogonalize
 from megatron.training.train import train

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from megatron.options.training import OptimizerChoice, OptimizerOptions, OptimizerParams
+from megatron.options.optimizer import OptimizerChoice, OptimizerOptions, OptimizerParams
 from megatron.position.bounded_parameter import BoundedParameter, init_constant, init_uniform
 from megatron.training.optimizer import build_optimizer
 from megatron.training.projected_optimizers import ProjectedAdamW

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.config.execution import build_stages
 from megatron.config.load import load_config
 from megatron.config.stages import Stage
-from megatron.options.training import OptimizerChoice, OptimizerOptions, OptimizerParams
+from megatron.options.optimizer import OptimizerChoice, OptimizerOptions, OptimizerParams
 from megatron.training.schedule import (
     LearningRateSchedule,
     build_schedule,

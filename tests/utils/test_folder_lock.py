@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_that_a_command_works_in_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_a_command_works_in_is_rejected(tmp_path: Path) -> None:
     def lock() -> FolderLock:
         return FolderLock(tmp_path / "x", name=".lock", key="--output", busy_message="busy", lock_timeout=0.0)
 

@@ -275,7 +275,7 @@ def measure_flagship(case: Case) -> list[dict[str, Any]]:
 
 
 def run_case(file: Path) -> None:
-    """Measure the case described by a file; write the records beside it."""
+    """Measure the case described by a file; write the records next to it."""
     import logging
 
     warnings.filterwarnings("ignore")

@@ -10,7 +10,7 @@ rows or columns, only the body of the most frequent loop is counted, without the
 the edges have separate code, the code of the other tiles is counted, which are the majority in a long sequence. For a
 kernel whose programs compute several products, the loops of all are counted.
 
-Two other units are counted beside the issue of instructions, in the same clocks. The load/store unit passes 128 bytes
+Two other units are counted next to the issue of instructions, in the same clocks. The load/store unit passes 128 bytes
 per clock; equal addresses in a warp are counted separately, and bank conflicts are not counted. The tensor cores do
 2,048 (sm_80) or 4,096 (sm_90) half-precision operations per clock (NVIDIA A100 and H100 whitepapers).
 

@@ -3,7 +3,7 @@
 A claim compares two numbers of a record in docs/results: two methods at a length, or a method at two lengths. It is
 tested by a paired two-sided t-test over seeds (KERPLE, 2205.09921, table 3), of logarithms of perplexities or of
 accuracies, and all tests of the page are corrected together by Holm's procedure. The published ratios are those of the
-tables beside the records.
+tables next to the records.
 """
 
 import math

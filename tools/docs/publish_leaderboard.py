@@ -27,8 +27,8 @@ from rich.console import Console  # noqa: E402
 from megatron.reports.combine import combine_results, describe_ignored_runs, read_saved_runs  # noqa: E402
 from megatron.reports.leaderboard_benchmarks import TEXT_BENCHMARK, LeaderboardPlan, describe_completeness  # noqa: E402
 from megatron.reports.paper_experiment import Experiment, read_experiment, write_experiment  # noqa: E402
-from megatron.reports.records import RESULTS_FILE, Record, RunFailure, write_failures, write_records  # noqa: E402
-from megatron.reports.run_records import SavedRuns  # noqa: E402
+from megatron.reports.records import RESULTS_FILE, Record, write_records  # noqa: E402
+from megatron.reports.run_records import RunFailure, SavedRuns, write_failures  # noqa: E402
 from megatron.utils.errors import UserError  # noqa: E402
 
 RESULTS = Path("docs/results")

@@ -223,7 +223,7 @@ def compute_expected_logits(gpt: GPT) -> dict[str, Tensor]:
 
 
 def write_case(case: ExportCase, folder: Path) -> Path:
-    """Write the case's run, and the expected results for `reader.py` beside it. Return the run."""
+    """Write the case's run, and the expected results for `reader.py` next to it. Return the run."""
     tokenizer = ByteTokenizer()
     gpt = build_gpt(case, tokenizer.vocab_size)
     run = write_run(folder / "run", case.build_config(), gpt, tokenizer)

@@ -3,7 +3,7 @@
     python tools/export/compare.py --json docs/results/export.json
     python tools/export/compare.py --python ~/transformers4/bin/python       with another version of transformers
 
-Writes a record and, beside it, a page. The exit code is 1 if any difference exceeds rounding errors.
+Writes a record and, next to it, a page. The exit code is 1 if any difference exceeds rounding errors.
 """
 
 import json

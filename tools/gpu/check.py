@@ -4,7 +4,7 @@
     make gpu-check            or    python tools/gpu/check.py --json docs/results/gpu_check.json
 
 Every part (tools/gpu/parts.py) is a separate process with a time limit. If one hangs or fails, the others still run; a
-part that exceeds its limit is interrupted and keeps its results so far. The JSON file and the page of goals beside it
+part that exceeds its limit is interrupted and keeps its results so far. The JSON file and the page of goals next to it
 (tools/gpu/goals.py; .md instead of .json) are written after each part. `--rehearse` runs the same parts at small sizes
 on a CPU, with Triton's interpreter.
 
@@ -227,7 +227,7 @@ def _format_exit(code: int | str) -> str:
 
 
 def build_environment(*, rehearsal: bool) -> dict[str, str]:
-    """Build a part's environment. It keeps PYTHONPATH, because packages may have been copied beside the project."""
+    """Build a part's environment. It keeps PYTHONPATH, because packages may have been copied next to the project."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, **({"TRITON_INTERPRET": "1"} if rehearsal else {})}
 

@@ -6,7 +6,7 @@
 Requires the CUDA build of torch and no GPU. tests/cuda runs a sample of the cases (`make test-cuda`). This tool runs
 all: every overlay of configs/position × auto and triton × precision, recomputation, dropout, window, grouped queries,
 head dimension and length; ZeRO × offload × precision; and layouts of eight ranks, as the first and the last rank. Each
-part is one process, which shares imports and compiled kernels. A JSON file beside the page contains every case.
+part is one process, which shares imports and compiled kernels. A JSON file next to the page contains every case.
 """
 
 import argparse

@@ -246,7 +246,7 @@ def list_rehearsal_parts() -> list[CheckPart]:
                 *few, "--peers", "triton"),
         build_attention_part("long", limit, *cdape, *tiny, "--lengths", "16", *few, "--peers", "triton"),
         build_step_part("long_layer", limit, "--layer", "--shapes", "tiny:16:1", "--methods", "cdape", *step),
-        build_test_part(limit, "-k", "opcheck or refused"),
+        build_test_part(limit, "-k", "opcheck or rejected"),
         build_step_part("step_125m", limit, "--shapes", "tiny:16", "--tokens", "16", "--methods", "rotary", "cdape",
             *step),
         build_attention_part("cdape_lengths", limit, *cdape, *tiny, *one, "--peers", "triton", "appendix", "flash"),

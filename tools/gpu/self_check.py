@@ -6,8 +6,8 @@
 
 The check is the one that a run performs when it builds a model, repeated here without stored results. A method is an
 entry of METHODS, which need only torch and triton, or the name of a file in configs/position; each of its layer types
-is checked separately. `all` checks every file, including those whose names are in METHODS. A page is written beside the
-JSON file. The exit code is 1 if a kernel is rejected where it should be used.
+is checked separately. `all` checks every file, including those whose names are in METHODS. A page is written next to
+the JSON file. The exit code is 1 if a kernel is rejected where it should be used.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from megatron.attention.backends.backend import AttentionFormula  # noqa: E402
-from megatron.attention.backends.registry import explain_fallback, list_candidates  # noqa: E402
+from megatron.attention.backends.registry import describe_fallback, list_candidates  # noqa: E402
 from megatron.attention.check.check_result import BackendTrial  # noqa: E402
 from megatron.attention.check.problem import build_problem  # noqa: E402
 from megatron.attention.check.trials import try_backends  # noqa: E402
@@ -168,7 +168,7 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
     )
     candidates = list_candidates(CHUNK_ROWS, problem.formula)
     (inputs,) = problem.list_inputs()
-    left = {backend: explain_fallback(candidates[backend], inputs) for backend in candidates}
+    left = {backend: describe_fallback(candidates[backend], inputs) for backend in candidates}
     trials = [
         BackendTrial(backend, f"falls back to row blocks for {why}") for backend, why in left.items() if why is not None
     ]

@@ -6,7 +6,7 @@
 The parts are those of `parts.list_visit_parts`, each a process with a time limit (`check.py` runs them). Parts that the
 last record contains for the same machine, versions and sources are not repeated, so a visit continues where the last
 one ended. `--again` repeats all. The evidence runs come last and use the remaining time. `visit_page.py` renders the
-page beside the JSON file.
+page next to the JSON file.
 """
 
 import hashlib

@@ -4,7 +4,7 @@
 
 ~/clones contains a clone of each repository named by a file of `published/`, under the repository's name
 (~/clones/BAM). `--only` selects some of these files; the record keeps its other rows. This project contains no part of
-the clones. The tool writes a record and, beside it, a page. The exit code is 1 if any difference exceeds rounding
+the clones. The tool writes a record and, next to it, a page. The exit code is 1 if any difference exceeds rounding
 errors.
 
 A file of `published/` defines

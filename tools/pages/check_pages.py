@@ -33,8 +33,9 @@ from megatron.evaluation.analysis.run import PageSection, render_analysis_page
 from megatron.reports.charts import Chart
 from megatron.reports.curve_chart import ChartLine, HorizontalAxis, build_line_chart
 from megatron.reports.leaderboard import Ablation, Leaderboard
-from megatron.reports.records import Record, RunFailure
+from megatron.reports.records import Record
 from megatron.reports.report import ReportSection, render_report
+from megatron.reports.run_records import RunFailure
 
 WIDTHS = (360, 768, 1280, 1920)
 SCHEMES = ("light", "dark")

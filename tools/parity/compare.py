@@ -3,7 +3,7 @@
     python tools/parity/compare.py --ranks 2,4 --json docs/results/parity.json      as recorded
     python tools/parity/compare.py --ranks 8 --methods kerple_log,…                 by hand
 
-Writes a record and, beside it, a Markdown table. The exit code is 1 if any difference exceeds rounding errors.
+Writes a record and, next to it, a Markdown table. The exit code is 1 if any difference exceeds rounding errors.
 """
 
 import math

@@ -21,7 +21,7 @@ class Formula(NamedTuple):
 
     Attributes:
         latex: the formula.
-        words: Markdown after the formula, or an empty text.
+        words: Markdown after the formula, or an empty string.
     """
 
     latex: str

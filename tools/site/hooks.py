@@ -122,7 +122,7 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Load no facts of the repository, and give the first page a title of its own beside the site's name."""
+    """Load no facts of the repository, and give the first page a title of its own next to the site's name."""
     if page.file.src_uri == "index.md":
         output = output.replace(
             f"<title>{page.title} - {config.site_name}<", f"<title>{config.site_name}: {config.site_description}<"

@@ -146,7 +146,7 @@ def shorten_positions(positions: str) -> str:
 
 
 def _link_entry(entry: str, name: str) -> str:
-    """Adapt an entry for a page in a folder beside docs/positions.md.
+    """Adapt an entry for a page in a folder next to docs/positions.md.
 
     The changes are a typeset formula and links for papers and pages.
 

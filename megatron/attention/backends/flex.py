@@ -58,7 +58,7 @@ class FlexBackend:
 
     @with_padded_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        reason = self.explain_fallback(inputs)
+        reason = self.describe_fallback(inputs)
         if reason is not None:
             warn_fallback("flex", reason)
             return self.fallback(inputs)
@@ -91,7 +91,7 @@ class FlexBackend:
         first_columns = document_starts if key.start == 0 else (document_starts - key.start).clamp_(min=0)
         return build_document_mask(*shape, window, first_columns)
 
-    def explain_fallback(self, inputs: AttentionInputs) -> str | None:
+    def describe_fallback(self, inputs: AttentionInputs) -> str | None:
         """Explain why a call of a supported formula falls back to row blocks; None if it does not."""
         if inputs.key_mask is not None:
             return "padding"

@@ -52,7 +52,7 @@ def describe_unsupported_processor(
     return None
 
 
-def explain_processor_fallback(inputs: AttentionInputs) -> str | None:
+def describe_processor_fallback(inputs: AttentionInputs) -> str | None:
     """Explain why no kernel supports a call of a supported formula; None if one does."""
     if inputs.query.sampled is not None:
         return "randomized positions"
@@ -90,11 +90,11 @@ def map_bias(parameters: KernelParameters | None, bias: Tensor | None) -> Tensor
     return bias if bias is None or parameters.bias_map is None else torch.addmm(bias, parameters.bias_map.float(), bias)
 
 
-def explain_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, table: ScoreTerms) -> str | None:
+def describe_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, table: ScoreTerms) -> str | None:
     """Explain why no kernel supports a call of a processor with gates; None if one does.
 
     Args:
-        inputs: inputs for which `explain_processor_fallback` returns None.
+        inputs: inputs for which `describe_processor_fallback` returns None.
         args: the kernels' arguments for these rows.
         table: the encoding's table over their distances; empty if it has none.
     """
@@ -168,7 +168,7 @@ class NativeBackend:
 
     @with_padded_values
     def __call__(self, inputs: AttentionInputs) -> Tensor:
-        reason = _explain_fallback(inputs)
+        reason = _describe_fallback(inputs)
         if reason is not None:
             if self.is_requested:
                 warn_fallback("native", reason)
@@ -180,12 +180,12 @@ class NativeBackend:
         return run_processor_kernel(cpu.cdape_attention, inputs, table.bias)
 
 
-def _explain_fallback(inputs: AttentionInputs) -> str | None:
+def _describe_fallback(inputs: AttentionInputs) -> str | None:
     if inputs.q.device.type != "cpu":
         return "a model on a GPU"
     if inputs.q.dtype != torch.float32:
         return str(inputs.q.dtype)
-    return explain_processor_fallback(inputs)
+    return describe_processor_fallback(inputs)
 
 
 @cache

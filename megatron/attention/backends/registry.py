@@ -25,7 +25,7 @@ Row blocks need no check, and FlexAttention would be compiled for every length.
 """
 
 
-def explain_row_blocks(formula: AttentionFormula) -> str | None:
+def describe_row_blocks_reason(formula: AttentionFormula) -> str | None:
     """Explain why `auto` uses row blocks without a self-check; None if it uses sdpa."""
     reason = SdpaBackend().describe_unsupported(formula)
     if reason is None:
@@ -52,7 +52,7 @@ def select_backend(name: str, chunk_rows: int, formula: AttentionFormula) -> Att
     if name not in ("auto", *backends):
         raise UserError(f"attention_backend {name!r}: choose from auto, {', '.join(backends)}")
     if name == "auto":
-        reason = explain_row_blocks(formula)
+        reason = describe_row_blocks_reason(formula)
         logger.info("attention backend: %s", reason or "sdpa")
         if reason is None:
             return backends["sdpa"]
@@ -87,9 +87,9 @@ def list_candidates(chunk_rows: int, formula: AttentionFormula) -> dict[str, Att
     return {name: backends[name] for name in order if backends[name].describe_unsupported(formula) is None}
 
 
-def explain_fallback(backend: AttentionBackend, inputs: AttentionInputs) -> str | None:
+def describe_fallback(backend: AttentionBackend, inputs: AttentionInputs) -> str | None:
     """Explain why a backend falls back to row blocks for this call of a supported formula; None if it does not."""
-    return backend.explain_fallback(inputs) if isinstance(backend, TritonBackend | FlexBackend) else None
+    return backend.describe_fallback(inputs) if isinstance(backend, TritonBackend | FlexBackend) else None
 
 
 def is_every_op_rounded(backend: AttentionBackend, inputs: AttentionInputs) -> bool:

@@ -35,9 +35,9 @@ from megatron.attention.backends.backend import (
 )
 from megatron.attention.backends.fused_processor import (
     collect_kernel_args,
+    describe_gated_processor_fallback,
+    describe_processor_fallback,
     describe_unsupported_processor,
-    explain_gated_processor_fallback,
-    explain_processor_fallback,
     map_bias,
     run_gated_processor_kernel,
     run_processor_kernel,
@@ -96,7 +96,7 @@ class TritonBackend:
 
         return describe_unsupported_processor(processor, max_width=MAX_PROCESSOR_WIDTH)
 
-    def explain_fallback(self, inputs: AttentionInputs) -> str | None:
+    def describe_fallback(self, inputs: AttentionInputs) -> str | None:
         """Explain why a call of a supported formula falls back to row blocks; None if it does not."""
         table = compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device) or ScoreTerms()
         return select_kernel(inputs, table).reason or None
@@ -235,13 +235,13 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
     if inputs.processor is not None:
         if fire is not None:
             return SelectedKernel(KernelChoice.PROCESSED_MATRIX)
-        reason = explain_processor_fallback(inputs)
+        reason = describe_processor_fallback(inputs)
         if reason is not None:
             return SelectedKernel(KernelChoice.PYTORCH, reason)
         if inputs.key_bias is None:
             return SelectedKernel(KernelChoice.FUSED_PROCESSOR)
         args = collect_kernel_args(inputs, None)
-        reason = explain_gated_processor_fallback(inputs, args, table)
+        reason = describe_gated_processor_fallback(inputs, args, table)
         if reason is not None:
             return SelectedKernel(KernelChoice.PYTORCH, reason)
         return SelectedKernel(KernelChoice.GATED_PROCESSOR, args=args)

@@ -121,7 +121,7 @@ def _gemma3_from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
 
 
 def _read_scalar(config_reader: HFConfigReader, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `query_pre_attn_scalar` unless it is the size of a head."""
+    """Return `query_pre_attn_scalar` unless it is the head dimension."""
     size = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
     scalar = config_reader.get_positive_float("query_pre_attn_scalar", DEFAULT_SCALAR)
     return {} if scalar == size else {"query_pre_attn_scalar": scalar}

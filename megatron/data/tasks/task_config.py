@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from megatron.data.tasks.task import Task
 from megatron.options.data import DataOptions
-from megatron.options.section import rephrase_message
+from megatron.options.section import describe_requirement
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
 
@@ -59,10 +59,10 @@ def find_option_problems(name: str, options: Mapping[str, Any]) -> Iterator[tupl
                 accepted = format_choices(option, names) if names else "it takes no options"
                 yield f"task_options.{option}", f"task {name} has no option {option!r}; {accepted}"
             elif not option:
-                yield "task_options", f"task_options of {name}: {rephrase_message(item['msg'])}"
+                yield "task_options", f"task_options of {name}: {describe_requirement(item)}"
             else:
                 value = "null" if item["input"] is None else repr(item["input"])
-                problem = f"task_options.{option} is {value}; {rephrase_message(item['msg'])}"
+                problem = f"task_options.{option} is {value}; {describe_requirement(item)}"
                 yield f"task_options.{option}", problem
 
 

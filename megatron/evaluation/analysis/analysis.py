@@ -122,15 +122,20 @@ class AnalysisContext:
     def drawn_layers(self) -> list[int]:
         count = self.config.model.num_layers
         if self.options.layers is not None:
-            return [layer for layer in self.options.layers if layer < count]
+            return _resolve_indices(self.options.layers, count)
         return sorted({0, count // 2, count - 1})
 
     @property
     def drawn_heads(self) -> list[int]:
         count = self.config.model.num_attention_heads
         if self.options.heads is not None:
-            return [head for head in self.options.heads if head < count]
+            return _resolve_indices(self.options.heads, count)
         return sorted({0, count - 1})
+
+
+def _resolve_indices(indices: Sequence[int], count: int) -> list[int]:
+    """Return the different indices that exist among `count` elements, with negative ones counted from the end."""
+    return list(dict.fromkeys(range(count)[index] for index in indices if -count <= index < count))
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,9 @@ def _check_indices(key: str, indices: Sequence[int] | None, counts: Sequence[int
         UserError: no model has an index.
     """
     for index in indices or ():
-        if not 0 <= index < max(counts):
-            raise UserError(f"{key}: {index} does not exist; {noun} are numbered from 0 to {max(counts) - 1}")
+        if not -max(counts) <= index < max(counts):
+            numbers = f"{noun} are numbered from 0 to {max(counts) - 1}, or from the end from -1 to {-max(counts)}"
+            raise UserError(f"{key}: {index} does not exist; {numbers}")
 
 
 def _choose_folder(

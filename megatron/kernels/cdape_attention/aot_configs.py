@@ -26,12 +26,13 @@ from megatron.kernels.cdape_attention.gate_kernels import (
     _gate_operands_kernel,
     _gate_weights_kernel,
 )
-from megatron.kernels.cdape_attention.head_map import (
+from megatron.kernels.cdape_attention.mapped_softmax import (
+    _differentiate_mapped_kernel,
+    _map_weights_kernel,
     build_mapped_constants,
     build_mapped_gradient_constants,
     choose_mapped_tile,
 )
-from megatron.kernels.cdape_attention.mapped_softmax import _differentiate_mapped_kernel, _map_weights_kernel
 from megatron.kernels.cdape_attention.products import (
     _differentiate_scores_kernel,
     _multiply_kernel,

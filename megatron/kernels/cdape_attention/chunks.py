@@ -56,7 +56,7 @@ class CdapeProblem:
 
     @property
     def padding(self) -> int:
-        """Number of columns that a tap reaches to either side, p."""
+        """Number of columns that the taps reach to each side, p."""
         return self.shape.padding
 
     @property

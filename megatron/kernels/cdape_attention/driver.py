@@ -9,7 +9,6 @@ from torch import Tensor
 from megatron.kernels.cdape_attention import mixer_chunks
 from megatron.kernels.cdape_attention.bias_product import BiasProduct
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk, list_chunks
-from megatron.kernels.cdape_attention.head_map import average_mapped_values, differentiate_mapped_softmax
 from megatron.kernels.cdape_attention.head_products import (
     AttentionOutput,
     allocate_key_gradients,
@@ -19,6 +18,7 @@ from megatron.kernels.cdape_attention.head_products import (
     differentiate_sinks,
     multiply_transposed,
 )
+from megatron.kernels.cdape_attention.mapped_softmax import average_mapped_values, differentiate_mapped_softmax
 from megatron.kernels.cdape_attention.term_sums import TermSums
 from megatron.kernels.cdape_attention.triton_mixer import (
     ChunkMaps,

@@ -123,9 +123,7 @@ class GatedCall:
         assert kernel is not None  # guaranteed by `describe_unsupported_device`
         return kernel
 
-    def build_inputs(
-        self, chunk: Chunk, scaled: Tensor, k: Tensor, fragments: Fragments | None
-    ) -> logit_kernels.LogitInputs:
+    def build_inputs(self, chunk: Chunk, scaled: Tensor, k: Tensor, fragments: Fragments | None) -> mixer.ChunkInputs:
         gates = build_gate_operands(self.problem, self.bias, chunk, fragments)
         # The kernel is chosen for the whole call, so all chunks or none have spans.
         spans = mixer.ColumnSpans(self.problem.window, chunk.left, chunk.document_starts) if self.is_local else None

@@ -64,7 +64,7 @@ class KernelForm(NamedTuple):
 
     @property
     def padding(self) -> int:
-        """Number of columns that a tap reaches to either side, p."""
+        """Number of columns that the taps reach to each side, p."""
         return self.kernel_size // 2
 
 

@@ -1,7 +1,7 @@
 """Terms computed from the tables and weights of all layers at once, before the first layer.
 
 Each layer applies the same few dozen small operations to its table and its weights. The host launches them one by one,
-and a GPU may wait for it. This module launches as many operations for all layers together. Gradients follow the same
+and a GPU may wait for it. This module launches the operations once, for all layers together. Gradients follow the same
 path: each layer's kernels accumulate into the graph node that computed the terms. After the last layer, the node
 converts the sums of all layers to gradients.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.cdape_attention.gate_terms import GateInputs, GateOperands
+from megatron.kernels.cdape_attention.gate_terms import GateInputs
 from megatron.kernels.cdape_attention.geometry import (
     BACKWARD_LIMITS,
     HEADS,
@@ -25,8 +25,8 @@ from megatron.kernels.cdape_attention.geometry import (
     count_fragment_window_bytes,
     count_run_bytes,
 )
-from megatron.kernels.cdape_attention.mixer import ColumnSpans, Launch, ScoreInputs, build_score_inputs
-from megatron.kernels.cdape_attention.mixer_operands import BIAS_COPIES, MixerOperands, find_pointer
+from megatron.kernels.cdape_attention.mixer import ChunkInputs, Launch, ScoreInputs, build_score_inputs
+from megatron.kernels.cdape_attention.mixer_operands import BIAS_COPIES, find_pointer
 from megatron.kernels.runtime import cdiv
 
 
@@ -64,27 +64,7 @@ class MixerForwardArgs(ctypes.Structure):
     )
 
 
-class LogitInputs(NamedTuple):
-    """Inputs of the kernel for one chunk of rows."""
-
-    queries: Tensor
-    """Scaled queries [B, H, R, d]: rows of a tensor whose last two dimensions are contiguous."""
-    keys: Tensor
-    """Keys [B, H, C or more, d] with contiguous last dimensions; C is the position after the chunk's last row."""
-    operands: MixerOperands | None
-    """None with gates."""
-    layer: int
-    """Index of the layer in the operands."""
-    first_row: int
-    """Row of E for the chunk's first row; 0 with documents."""
-    position: int
-    """Column of the chunk's first row; its position if the maps begin at position 0."""
-    spans: ColumnSpans | None = None
-    gates: GateOperands | None = None
-    """Operands with a bias of gates, or None."""
-
-
-def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> Tensor:
+def compute_logits(inputs: ChunkInputs, kernel: MixerKernel, launch: Launch) -> Tensor:
     """Return the logits of a chunk, float32 [B, H, R, C], undefined in columns that a row does not see.
 
     Args:
@@ -100,7 +80,7 @@ def compute_logits(inputs: LogitInputs, kernel: MixerKernel, launch: Launch) -> 
     return logits
 
 
-def build_logit_args(inputs: LogitInputs, bias_copies: int = 1) -> LogitArgs:
+def build_logit_args(inputs: ChunkInputs, bias_copies: int = 1) -> LogitArgs:
     """Build the kernel arguments that describe the inputs of a chunk's logits.
 
     Args:
@@ -180,7 +160,7 @@ class LogitGradients(NamedTuple):
 
 
 def differentiate_softmax(
-    inputs: LogitInputs, attended: SoftmaxChunk, sums: Tensor, kernel: MixerKernel, launch: Launch
+    inputs: ChunkInputs, attended: SoftmaxChunk, sums: Tensor, kernel: MixerKernel, launch: Launch
 ) -> LogitGradients:
     """Compute P and dL of a chunk from the inputs of its logits.
 

@@ -112,17 +112,15 @@ class ColumnSpans(NamedTuple):
     """int32 [B, R], contiguous: positions at which the rows' documents begin; None if all are 0."""
 
 
-class MixerInputs(NamedTuple):
-    """Inputs of both kernels for one chunk of rows."""
+class ChunkInputs(NamedTuple):
+    """Inputs of a chunk's logits, which the kernels of both passes read."""
 
     queries: Tensor
     """Scaled queries [B, H, R, d]: rows of a tensor whose last two dimensions are contiguous."""
     keys: Tensor
-    """Keys [B, H, C or more, d] with contiguous last dimensions."""
-    dlogits: Tensor
-    """[B, R, 8, C, 2], heads in pairs; undefined in columns that a row does not see."""
+    """Keys [B, H, C or more, d] with contiguous last dimensions; C is the position after the chunk's last row."""
     operands: MixerOperands | None
-    """None with gates."""
+    """Operands without a bias of gates, or None."""
     layer: int
     """Index of the layer in the operands."""
     first_row: int
@@ -255,7 +253,8 @@ class SharedTables:
 
 
 def differentiate_mixer(
-    inputs: MixerInputs,
+    inputs: ChunkInputs,
+    dlogits: Tensor,
     dscores: Tensor,
     kernels: Sequence[MixerKernel],
     launch: Launch,
@@ -265,6 +264,7 @@ def differentiate_mixer(
     """Run both kernels for a chunk.
 
     Args:
+        dlogits: [B, R, 8, C, 2], heads in pairs; undefined in columns that a row does not see.
         kernels: a kernel of `SCORE_GRADIENT_KERNELS` and one of `WEIGHT_GRADIENT_KERNELS`.
         dscores: [B, H, R, C], written in columns that a row sees; the rest of the diagonal tiles is set to zero.
         launch: runs a kernel on a grid of (blocks, sequences), on a GPU or in a test's emulator.
@@ -273,11 +273,11 @@ def differentiate_mixer(
     """
     layer, gates, form = inputs.layer, inputs.gates, kernels[1].form
     padding, fragments = form.padding, _get_fragments(inputs)
-    batch, rows, _, columns, _ = inputs.dlogits.shape
+    batch, rows, _, columns, _ = dlogits.shape
     to_scores, to_weights = ((cdiv(rows, kernel.tile.rows), batch) for kernel in kernels)
     before = 0 if inputs.spans is None else MAX_TILE_COLUMNS  # a tile may begin left of column 0
     num_rows = inputs.position + cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS + before + padding
-    float32: dict[str, Any] = {"dtype": torch.float32, "device": inputs.dlogits.device}
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": dlogits.device}
     key = (*to_scores, rows, inputs.position, *((0, 0) if inputs.spans is None else inputs.spans[:2]))
     table_rows, width = num_rows if gates is None else columns, form.width
     dtables = (shared or SharedTables()).get_or_create(key, prod(to_scores), table_rows, width + HEADS, **float32)
@@ -290,12 +290,12 @@ def differentiate_mixer(
     dweights = torch.empty(prod(to_weights), 1, 2 * fragments.w1.shape[1], **float32)
     args = MixerBackwardArgs(
         build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
-        inputs.dlogits.data_ptr(),
+        dlogits.data_ptr(),
         *((None, gates.edge.data_ptr()) if gates is not None else _find_tables(inputs)),
         *(find_pointer(x, layer) for x in (fragments.w1, fragments.w2_back, fragments.w1_back)),
         *(x.data_ptr() for x in (dscores, dtables, dedge, dweights)),
         *(TABLE_FRONT, dtables.shape[1]),
-        *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, inputs.dlogits, dedge, dscores)),
+        *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, dlogits, dedge, dscores)),
         *(() if gates is None or drows is None else (gates.inputs, drows.data_ptr(), drows.stride(0) * 4)),
     )
     grids = to_scores, (to_weights[0], batch * form.weight_slices)
@@ -304,14 +304,14 @@ def differentiate_mixer(
     return MixerGradients(dtables, dedge, dweights)
 
 
-def _get_fragments(inputs: MixerInputs) -> Fragments:
+def _get_fragments(inputs: ChunkInputs) -> Fragments:
     if inputs.gates is not None:
         return inputs.gates.fragments
     assert inputs.operands is not None
     return inputs.operands.fragments
 
 
-def _find_tables(inputs: MixerInputs) -> tuple[int, int]:
+def _find_tables(inputs: ChunkInputs) -> tuple[int, int]:
     """Return the addresses of the layer's U, and of the chunk's first row of E."""
     assert inputs.operands is not None
     edge = inputs.operands.wide_edge

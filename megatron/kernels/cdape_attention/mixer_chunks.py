@@ -71,7 +71,7 @@ def _choose_for_shape(
 
 
 def compute_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor | None:
-    """Return the logits of a chunk, float32 [B, H, R, C], undefined if masked; None if no kernel takes the chunk."""
+    """Return the logits of a chunk, float32 [B, H, R, C], undefined if masked; None if no kernel supports the chunk."""
     kernels = choose_kernels(problem, chunk, k, FORWARD_KERNELS)
     if kernels is None:
         return None
@@ -80,13 +80,13 @@ def compute_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tenso
 
 def build_logit_inputs(
     problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor, gates: GateOperands | None = None
-) -> logit_kernels.LogitInputs:
+) -> mixer.ChunkInputs:
     """Build the inputs from which the CUDA kernels compute a chunk's logits.
 
     Args:
         gates: operands with a bias of gates, or None for those of the problem.
     """
-    return logit_kernels.LogitInputs(
+    return mixer.ChunkInputs(
         queries=chunk.slice_rows(scaled),
         keys=chunk.slice_columns(k),
         operands=problem.operands,
@@ -115,7 +115,7 @@ def allocate_logit_gradients(chunk: Chunk, v: Tensor) -> logit_kernels.LogitGrad
 
 
 def differentiate_softmax_of_chunk(
-    inputs: logit_kernels.LogitInputs,
+    inputs: mixer.ChunkInputs,
     chunk: Chunk,
     v: Tensor,
     dout: Tensor,
@@ -135,7 +135,7 @@ def differentiate_softmax_of_chunk(
 
 
 def differentiate_mixer_of_chunk(
-    inputs: logit_kernels.LogitInputs,
+    inputs: mixer.ChunkInputs,
     maps: logit_kernels.LogitGradients,
     kernels: Sequence[MixerKernel],
     shared: mixer.SharedTables | None = None,
@@ -146,15 +146,14 @@ def differentiate_mixer_of_chunk(
     Args:
         kernels, shared, of_rows: as for `mixer.differentiate_mixer`.
     """
-    of_mixer = mixer.MixerInputs(dlogits=maps.dlogits, **inputs._asdict())
-    return mixer.differentiate_mixer(of_mixer, maps.probabilities, kernels, launch_kernel, shared, of_rows)
+    return mixer.differentiate_mixer(inputs, maps.dlogits, maps.probabilities, kernels, launch_kernel, shared, of_rows)
 
 
 def differentiate_mixer_of_layer(
     problem: CdapeProblem,
     product: BiasProduct,
     chunk: Chunk,
-    inputs: logit_kernels.LogitInputs,
+    inputs: mixer.ChunkInputs,
     maps: logit_kernels.LogitGradients,
     sums: TermSums,
     kernels: Sequence[MixerKernel],

@@ -65,8 +65,8 @@ def _multiply_rows(
 ):
     """Compute scale · map · x for BLOCK_M rows of a head.
 
-    Pointers are those of the map, of x and of the head's result; sizes are the rows of x, and the elements from one row
-    of the result to the next.
+    `pointers` point to the map, to x and to the head's result. `sizes` are the number of rows of x and the row stride
+    of the result, in elements.
     """
     map_ptr, x_ptr, out_ptr = pointers
     R, C = extent[0], extent[1]

@@ -36,7 +36,7 @@ class WeightShape:
 
     @cached_property
     def padding(self) -> int:
-        """Number of columns that a tap reaches to either side, p."""
+        """Number of columns that the taps reach to each side, p."""
         return self.kernel_size // 2
 
     @cached_property

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,14 @@ from tiny_runs import make_run
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
 from megatron.evaluation.analysis import run
-from megatron.evaluation.analysis.analysis import Analysis, Figure, list_analysis_names, load_analyses, needs_text
+from megatron.evaluation.analysis.analysis import (
+    Analysis,
+    AnalysisContext,
+    Figure,
+    list_analysis_names,
+    load_analyses,
+    needs_text,
+)
 from megatron.evaluation.analysis.from_text.empirical_receptive_field import measure_attention_mass
 from megatron.evaluation.analysis.jobs import PAGE_FILE, find_ends_inside_documents, read_analysis_request
 from megatron.evaluation.analysis.run import LOCK_FILE, analyze
@@ -174,7 +182,7 @@ def test_a_network_has_no_parameters_per_head(place: Path, pictures: list[Figure
     assert "Parameters of fire" not in text
 
 
-def test_positions_that_end(place: Path, corpus: Path, pictures: list[Figure]) -> None:
+def test_lengths_beyond_a_position_table_are_skipped(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     run = make_run("runs/learned", corpus, pos_emb="learned")
     text = analyzed([run], "out", only=["empirical_receptive_field"])
     assert {row["length"] for row in rows_of("empirical_receptive_field")} == {"16"}
@@ -236,12 +244,20 @@ def test_every_picture_is_drawn_in_both_widths(place: Path, corpus: Path, monkey
         assert wide != narrow
 
 
+def test_negative_indices_count_from_the_end() -> None:
+    model = SimpleNamespace(num_layers=4, num_attention_heads=2)
+    options = AnalysisOptions(layers="-1,0,3,-5,7", heads="-2")  # type: ignore[arg-type]  # as on the command line
+    context: Any = SimpleNamespace(config=SimpleNamespace(model=model), options=options)
+    assert AnalysisContext.drawn_layers.__get__(context) == [3, 0], "without repetitions and missing layers"
+    assert AnalysisContext.drawn_heads.__get__(context) == [0]
+
+
 WRONG = [
     ({"runs": []}, "no run given; give a run folder, or a configuration with --config"),
     ({"runs": ["runs/none"]}, "runs/none"),
     ({"only": ["kernel"]}, "unknown analysis 'kernel'; did you mean kernels\\? choose from attention_entropy"),
-    ({"layers": [2]}, "--layers: 2 does not exist; layers are numbered from 0 to 1"),
-    ({"heads": [-1]}, "--heads: -1 does not exist; heads are numbered from 0 to 1"),
+    ({"layers": [2]}, "--layers: 2 does not exist; layers are numbered from 0 to 1, or from the end"),
+    ({"heads": [-3]}, "--heads: -3 does not exist; heads are numbered from 0 to 1, or from the end from -1 to -2"),
     ({"configs": ["162M alibi"]}, "several models: choose a folder for the page with --output"),
     ({"only": ["kernels"], "data": "x.txt"}, "--data: no requested analysis reads a text"),
     ({"lengths": [10**6]}, "too few for the largest length"),

@@ -50,7 +50,7 @@ def test_prompts_come_from_the_command_line_files_and_standard_input(tmp_path: P
     (tmp_path / "none.jsonl").write_text("\n")
     (tmp_path / "bytes.txt").write_bytes(b"a\xff")
     for path, message in (
-        (tmp_path / "absent", "absent: not found; --file expects a text"),
+        (tmp_path / "absent", "absent: no such file; --file expects a text"),
         (tmp_path, "is a folder; --file expects a text"),
         (tmp_path / "none.jsonl", "none.jsonl: no text found"),
         (tmp_path / "bytes.txt", r"bytes.txt:1: not UTF-8: byte 0xff at offset 1"),

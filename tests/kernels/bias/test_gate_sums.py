@@ -24,6 +24,6 @@ def test_sums_equal_the_reference_bit_for_bit(num_tokens: int, num_rows: int, de
     torch.testing.assert_close(own, true, rtol=1e-6, atol=1e-7)
 
 
-def test_other_types_are_refused() -> None:
+def test_other_types_are_rejected() -> None:
     with pytest.raises(ValueError, match="float64"):
         sum_gates(torch.zeros(1, 1, 8, dtype=torch.float64), 8)

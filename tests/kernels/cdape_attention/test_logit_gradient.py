@@ -37,10 +37,10 @@ from megatron.kernels.cdape_attention.geometry import FOLDER
 from megatron.kernels.cdape_attention.logit_kernels import (
     LOGIT_GRADIENT_KERNELS,
     LogitGradients,
-    LogitInputs,
     SoftmaxChunk,
     differentiate_softmax,
 )
+from megatron.kernels.cdape_attention.mixer import ChunkInputs
 
 MAP_CASES = [
     *CASES,
@@ -50,7 +50,7 @@ MAP_CASES = [
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
 
-def attend(inputs: LogitInputs, shape: Shape, seed: int = 0) -> SoftmaxChunk:
+def attend(inputs: ChunkInputs, shape: Shape, seed: int = 0) -> SoftmaxChunk:
     """Return random values and gradients, and the softmax results of the true logits, as parts of longer tensors."""
     generator = torch.Generator().manual_seed(seed + 1)
     batch, heads, rows, columns = shape.batch, shape.heads, shape.rows, shape.columns
@@ -70,7 +70,7 @@ def attend(inputs: LogitInputs, shape: Shape, seed: int = 0) -> SoftmaxChunk:
 
 
 def run(
-    inputs: LogitInputs, attended: SoftmaxChunk, launcher: Launcher, case: Case = CASES[0]
+    inputs: ChunkInputs, attended: SoftmaxChunk, launcher: Launcher, case: Case = CASES[0]
 ) -> tuple[LogitGradients, Tensor, Faults]:
     sums = torch.full_like(attended.stats[0], torch.nan)
     sums = torch.full((*sums.shape[:2], sums.shape[2] + 2), torch.nan)[..., : sums.shape[2]]
@@ -82,7 +82,7 @@ def run(
 
 
 def find_error_ratio(
-    found: LogitGradients, sums: Tensor, inputs: LogitInputs, attended: SoftmaxChunk, shape: Shape
+    found: LogitGradients, sums: Tensor, inputs: ChunkInputs, attended: SoftmaxChunk, shape: Shape
 ) -> float:
     """Return the largest ratio of an error to its bound."""
     seen = find_seen(shape)

@@ -43,11 +43,11 @@ from megatron.kernels.cdape_attention.chunks import list_chunks
 from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, KernelForm, choose_kernel
 from megatron.kernels.cdape_attention.layer_terms import build_problems
 from megatron.kernels.cdape_attention.logit_kernels import LogitGradients
-from megatron.kernels.cdape_attention.mixer import MixerGradients, MixerInputs, differentiate_mixer
+from megatron.kernels.cdape_attention.mixer import ChunkInputs, MixerGradients, differentiate_mixer
 from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
 from megatron.kernels.cdape_attention.scores import count_padded_channels
 from megatron.kernels.cdape_attention.term_sums import add_mixer_sums, allocate_term_sums, unpack_mixer_sums
-from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
+from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape, get_weight_shape
 from megatron.kernels.runtime import launch_context
 
 TOO_LARGE = {(80, 5, 64, 112), (80, 5, 64, 128)}
@@ -58,8 +58,8 @@ UNCERTAIN = 1e-5
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
 
-def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
-    """Random inputs whose dL is NaN where a row does not see a column."""
+def build_inputs(shape: Shape, seed: int = 0) -> tuple[ChunkInputs, Tensor]:
+    """Return random inputs, and dL, which is NaN where a row does not see a column."""
     generator = torch.Generator().manual_seed(seed)
     call = draw_call(shape, generator)
     dlogits = torch.randn(shape.batch, shape.rows, shape.columns, 16, generator=generator).to(shape.dtype)
@@ -67,26 +67,28 @@ def build_inputs(shape: Shape, seed: int = 0) -> MixerInputs:
     dlogits[~find_seen(shape)[:, 0]] = torch.nan
     dlogits = dlogits[:, :, shape.left :].unflatten(3, (8, 2)).transpose(2, 3).contiguous()
     position = shape.position - shape.left
-    return MixerInputs(call.queries, call.keys, dlogits, call.operands, 0, 0, position, shape.spans)
+    return ChunkInputs(call.queries, call.keys, call.operands, 0, 0, position, shape.spans), dlogits
 
 
-def run(inputs: MixerInputs, launcher: Launcher, case: Case = CASES[0]) -> tuple[dict[str, Tensor], Faults]:
+def run(
+    inputs: ChunkInputs, dlogits: Tensor, launcher: Launcher, case: Case = CASES[0]
+) -> tuple[dict[str, Tensor], Faults]:
     """Return all gradients by name, and the faults found by the emulator.
 
     Kernels may access only the tensors passed to them.
     """
-    batch, rows, _, columns, _ = inputs.dlogits.shape
+    batch, rows, _, columns, _ = dlogits.shape
     dscores = torch.zeros(batch, inputs.operands.shape.heads, rows, columns, dtype=case.dtype)
     inputs = unpack_operands(inputs)
     kernels = case.build(mixer.SCORE_GRADIENT_KERNELS, inputs), case.build(mixer.WEIGHT_GRADIENT_KERNELS, inputs)
-    tensors = [*find_inputs(inputs), inputs.dlogits, dscores]
+    tensors = [*find_inputs(inputs), dlogits, dscores]
     with launcher.watch(tensors):
-        gradients = differentiate_mixer(inputs, dscores, kernels, launcher)
-    return name_gradients(gradients, dscores, inputs), launcher.emulator.get_faults()
+        gradients = differentiate_mixer(inputs, dlogits, dscores, kernels, launcher)
+    return name_gradients(gradients, dscores, inputs.operands.shape), launcher.emulator.get_faults()
 
 
-def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInputs) -> dict[str, Tensor]:
-    shape, columns = inputs.operands.shape, inputs.dlogits.shape[3]
+def name_gradients(gradients: MixerGradients, dscores: Tensor, shape: WeightShape) -> dict[str, Tensor]:
+    columns = dscores.shape[3]
     (contributions,), (bias_table,) = unpack_tables(gradients.tables.sum(0, keepdim=True), shape)
     (patches,) = unpack_weights(gradients.weights.sum(0), shape)
     channels = count_padded_channels(shape.heads)
@@ -102,7 +104,7 @@ def name_gradients(gradients: MixerGradients, dscores: Tensor, inputs: MixerInpu
     }
 
 
-def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, Tensor]]:
+def compute_truth(inputs: ChunkInputs, dlogits: Tensor, shape: Shape) -> dict[str, tuple[Tensor, Tensor]]:
     """Each gradient in float64, and by how much rounding may change it. Scores are rounded as in the kernels."""
     rounding = ROUNDINGS[shape.dtype]
     seen = find_seen(shape)
@@ -112,7 +114,8 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     hidden_columns = columns + padding
     scores, hidden, alive, at_edge, distance = begin_hidden(inputs, shape)
     scores = scores.float().half().double()
-    by_head = inputs.dlogits.permute(0, 2, 4, 1, 3).flatten(1, 2)[:, :heads]
+    count = dlogits.shape[3]
+    by_head = dlogits.permute(0, 2, 4, 1, 3).flatten(1, 2)[:, :heads]
     dlogits = torch.where(seen, pad(by_head.double(), (shape.left, 0)), 0.0)
     weights = inputs.operands.weights
     w1, w2 = weights.w1[0, :, :heads, :width].double(), weights.w2[0, :, :width, :heads].double()
@@ -162,7 +165,7 @@ def compute_truth(inputs: MixerInputs, shape: Shape) -> dict[str, tuple[Tensor, 
     bias_size = to_table(dlogits.abs().permute(0, 2, 3, 1), distance[:, :columns], columns, seen[:, 0])
     w1_size = to_weight(wide_scores.abs(), gradient.abs(), forward_tap)
     w2_size = to_weight(wide_dlogits.abs(), active.abs(), reversed_tap)
-    left, count = shape.left, inputs.dlogits.shape[3]  # what lies further away is zero
+    left = shape.left  # what lies further away is zero
     edge_columns = (find_documents(shape).long() + torch.arange(padding))[..., None].expand(-1, -1, -1, width)
     exact = {
         # What each slice of the width makes is rounded apart.
@@ -213,19 +216,19 @@ def test_gradients_where_windows_and_documents_begin_are_those_of_float64(case: 
 
 def check_gradients(case: Case, shape: Shape, seed: int = 0) -> None:
     shape = case.adapt(shape)
-    inputs = build_inputs(shape, seed)
-    found, faults = run(inputs, Launcher(FOLDER), case)
+    inputs, dlogits = build_inputs(shape, seed)
+    found, faults = run(inputs, dlogits, Launcher(FOLDER), case)
     assert faults.errors == NO_ERRORS, faults
-    for name, (true, bound) in compute_truth(inputs, shape).items():
+    for name, (true, bound) in compute_truth(inputs, dlogits, shape).items():
         error = (found[name].double() - true).abs()
         assert (error <= bound).all(), (name, (error / bound.clamp(min=1e-30)).max())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_order_of_warps_changes_no_bit(launcher: Launcher, case: Case) -> None:
-    inputs = build_inputs(case.adapt(Shape(1, 12, 32, 72, 0)))
-    found, _ = run(inputs, launcher, case)
-    again, faults = run(inputs, Launcher(FOLDER, backwards=True), case)
+    inputs, dlogits = build_inputs(case.adapt(Shape(1, 12, 32, 72, 0)))
+    found, _ = run(inputs, dlogits, launcher, case)
+    again, faults = run(inputs, dlogits, Launcher(FOLDER, backwards=True), case)
     assert faults.errors == NO_ERRORS
     assert all(torch.equal(found[name], again[name]) for name in found)
 
@@ -234,17 +237,17 @@ def test_the_order_of_warps_changes_no_bit(launcher: Launcher, case: Case) -> No
 def test_gradients_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call(
     launcher: Launcher, shape: Shape
 ) -> None:
-    inputs = build_inputs(shape)
-    found, _ = run(inputs, launcher)
-    again, faults = run(move_into_longer_call(inputs), launcher)
+    inputs, dlogits = build_inputs(shape)
+    found, _ = run(inputs, dlogits, launcher)
+    again, faults = run(move_into_longer_call(inputs), dlogits, launcher)
     assert faults.errors == NO_ERRORS, faults
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_shared_memory_has_few_bank_conflicts(launcher: Launcher, case: Case) -> None:
-    inputs = build_inputs(case.adapt(Shape(1, 16, 32, 128, 0)))
-    _, faults = run(inputs, launcher, case)
+    inputs, dlogits = build_inputs(case.adapt(Shape(1, 16, 32, 128, 0)))
+    _, faults = run(inputs, dlogits, launcher, case)
     assert faults.clocks < 1.1 * faults.accesses
 
 
@@ -287,9 +290,9 @@ def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     plant_fault(folder, *(FAULTS | LOCAL_FAULTS | SLICE_FAULTS)[name])
     case = SEVEN_TAPS if name in SLICE_FAULTS else CASES[0]
     shape = case.adapt(find_fault_shape(name))
-    inputs = build_inputs(shape)
-    found, faults = run(inputs, Launcher(folder), case)
-    truth = compute_truth(inputs, shape)
+    inputs, dlogits = build_inputs(shape)
+    found, faults = run(inputs, dlogits, Launcher(folder), case)
+    truth = compute_truth(inputs, dlogits, shape)
     is_wrong = any(not ((found[key].double() - true).abs() <= bound).all() for key, (true, bound) in truth.items())
     assert is_wrong or faults.errors != NO_ERRORS
 
@@ -393,7 +396,7 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
     With one chunk, layers share the tables of partial sums.
     """
     shape, layers = Shape(1, 12, 20, 40, 0), 2
-    calls = [build_inputs(shape, seed) for seed in range(layers)]
+    calls, gradients = zip(*(build_inputs(shape, seed) for seed in range(layers)), strict=True)
     operands = [call.operands for call in calls]
     product = get_bias_product(operands[0].shape, shape.rows, 0, None, torch.bfloat16)
     contributions = torch.cat([torch.cat([x.contributions, x.edge.flatten(1, 2)], 1) for x in operands])
@@ -413,13 +416,13 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
         sums = add_mixer_sums(
             allocate_term_sums(layers, product, shape.columns, torch.get_default_device()), problems[0]
         )
-        for call, problem in zip(calls, problems, strict=True):
+        for call, dlogits, problem in zip(calls, gradients, problems, strict=True):
             own = sums.select_layer(problem.layer)
             for chunk in reversed(list_chunks(problem, chunk_rows)):
-                dlogits = call.dlogits[:, chunk.first : chunk.last, :, : chunk.right].contiguous()
+                of_chunk = dlogits[:, chunk.first : chunk.last, :, : chunk.right].contiguous()
                 dscores = torch.zeros(1, shape.heads, chunk.rows, chunk.right, dtype=torch.bfloat16)
-                launcher.emulator.register(dlogits)
-                maps, is_first = LogitGradients(dscores, dlogits), chunk.last == shape.rows
+                launcher.emulator.register(of_chunk)
+                maps, is_first = LogitGradients(dscores, of_chunk), chunk.last == shape.rows
                 inputs = mixer_chunks.build_logit_inputs(problem, chunk, call.queries, call.keys)
                 of_layer = problem, product, chunk, inputs, maps, own
                 mixer_chunks.differentiate_mixer_of_layer(*of_layer, kernels, is_first=is_first)
@@ -427,7 +430,7 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
     assert sums.mixer is not None
     assert (sums.mixer.shared._tables is None) == (chunk_rows < shape.rows)
     unpack_mixer_sums(sums, product)
-    for layer, call in enumerate(calls):
+    for layer, (call, dlogits) in enumerate(zip(calls, gradients, strict=True)):
         gradient, by_tap = (
             sums.bias_product[layer],
             sums.patches[layer][:, : shape.taps * 16].view(2, shape.taps, 16, -1),
@@ -440,5 +443,5 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
             "w1": by_tap[0],
             "w2": by_tap[1].flip(0),
         }
-        truth = compute_truth(call, shape)
+        truth = compute_truth(call, dlogits, shape)
         assert all(((found[name].double() - truth[name][0]).abs() <= truth[name][1]).all() for name in found)

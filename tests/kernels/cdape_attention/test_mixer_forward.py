@@ -33,7 +33,8 @@ from mixer_emulation import (
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.geometry import FOLDER
-from megatron.kernels.cdape_attention.logit_kernels import LOGIT_KERNELS, LogitInputs, compute_logits
+from megatron.kernels.cdape_attention.logit_kernels import LOGIT_KERNELS, compute_logits
+from megatron.kernels.cdape_attention.mixer import ChunkInputs
 
 WIDE_CASES = [
     Case(16, 32, 80, torch.float16, heads=32),
@@ -44,7 +45,7 @@ LOCAL_FORWARD_CASES = [FORWARD_CASES[0], *WIDE_CASES, *LOCAL_CASES]
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 
 
-def run(inputs: LogitInputs, case: Case, launcher: Launcher) -> tuple[Tensor, Faults]:
+def run(inputs: ChunkInputs, case: Case, launcher: Launcher) -> tuple[Tensor, Faults]:
     """Return the logits, and the faults found by the emulator.
 
     The kernel may access only the tensors passed to it.
@@ -55,7 +56,7 @@ def run(inputs: LogitInputs, case: Case, launcher: Launcher) -> tuple[Tensor, Fa
     return logits, launcher.emulator.get_faults()
 
 
-def is_correct(found: Tensor, inputs: LogitInputs, shape: Shape) -> bool:
+def is_correct(found: Tensor, inputs: ChunkInputs, shape: Shape) -> bool:
     true, bound = compute_true_logits(inputs, shape)
     is_near = (found.double() - true[..., shape.left :]).abs() <= bound[..., shape.left :]
     return bool((is_near | ~find_seen(shape)[..., shape.left :]).all())

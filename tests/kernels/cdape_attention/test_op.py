@@ -254,7 +254,7 @@ def test_invalid_arguments_are_rejected_by_name(changed: dict[str, object], mess
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_the_interpreter_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(RuntimeError, match="this kernel needs a CUDA device, its tensors are on cpu"):
         cdape_attention(*TINY.inputs(torch.float32))

@@ -19,7 +19,7 @@ A row attends to its own token only with `attend_current`; `stick-breaking` neve
 def build_attention(
     attend: Callable[..., tuple[Tensor, Tensor]], projections: list[Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Build its attention with projections [D, D] of queries, keys, values and the output."""
+    """Build attention by a published function, with projections [D, D] of queries, keys, values and the output."""
     *inputs, output = projections
 
     def call(x: Tensor) -> Tensor:

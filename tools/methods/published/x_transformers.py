@@ -34,7 +34,7 @@ Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def build_attention(rotate: Rotate, q: Tensor, k: Tensor, v: Tensor, output: Tensor) -> Callable[[Tensor], Tensor]:
-    """Build plain attention with projections [D, D]. Published code rotates its queries and keys [B, H, T, d]."""
+    """Build plain attention with projections [D, D]. The published `rotate` rotates queries and keys [B, H, T, d]."""
 
     def attend(x: Tensor) -> Tensor:
         heads = [(x @ weight.T).unflatten(2, (HEADS, -1)).transpose(1, 2) for weight in (q, k, v)]

@@ -21,7 +21,7 @@ class Scan(AutoregressiveTask):
 
     A command is a sentence, or two sentences joined by `and` or `after`. A sentence is a phrase, optionally followed by
     `twice` or `thrice`. A phrase is an action, a direction, or an action with a direction, optionally with `opposite`
-    or `around`. Of the 20,910 commands, 16,990 have at most 22 actions. `task_length=22` trains on these, all equally
+    or `around`. 16,990 of the 20,910 commands have at most 22 actions. `task_length=22` trains on these, all equally
     often. `--lengths 24,25,26,27,28,30,32,33,36,40,48` evaluates the other 3,920, which is the length split of the
     paper. Commands are left-padded to nine words.
 

@@ -1,14 +1,17 @@
-"""Validation of the `sweep:` mapping, with one line per problem."""
+"""Keys under `sweep:`: collected from files and the command line, and validated with one line per problem."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
+from megatron.config.config_layers import COMMAND_LINE
+from megatron.config.load import split_override
 from megatron.config.method_names import list_processor_values, list_temperature_values
 from megatron.config.schema import KeyPath, describe_validation_error
-from megatron.config.yaml_files import format_value
+from megatron.config.yaml_files import YamlDocument, describe_non_mapping, format_value
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.section import ConfigSection, list_accepted_names
 from megatron.options.sweep import (
@@ -43,6 +46,91 @@ class _SweepKeys(ConfigSection):
 
 class _SweepFile(ConfigSection):
     file: _SweepKeys
+
+
+def collect_sweep_keys(documents: Sequence[YamlDocument]) -> tuple[dict[str, Any], dict[str, YamlDocument], list[str]]:
+    """Return the merged keys of `sweep:`, the file that set each (and `sweep` itself), and notes on replaced keys."""
+    values: dict[str, Any] = {}
+    setters: dict[str, YamlDocument] = {}
+    notes = []
+    for document in documents:
+        if "sweep" not in document.values:
+            continue
+        keys = document.values["sweep"]
+        if not isinstance(keys, dict):
+            raise UserError(f"{document.locate(('sweep',))}: sweep {describe_non_mapping(keys)}")
+        for name in keys.keys() & values.keys():
+            if values[name] != keys[name]:
+                old, new = setters[name].locate(("sweep", name)), document.locate(("sweep", name))
+                notes.append(f"sweep.{name} ({old}) replaced ({new})")
+        values |= keys
+        setters |= dict.fromkeys([*keys, "sweep"], document)
+    if not setters:
+        names = ", ".join(document.source for document in documents)
+        raise UserError(f"{names}: no sweep: mapping found; a sweep requires one")
+    return values, setters, sorted(notes)
+
+
+def build_sweep_locator(setters: dict[str, YamlDocument], overrides: Sequence[str]) -> Callable[[KeyPath], str]:
+    """Return a function that locates a key of `sweep:`: the command line, or `file:line`."""
+    overridden = [tuple(split_override(text)[0].split(".")) for text in overrides]
+
+    def locate(path: KeyPath) -> str:
+        document = setters[path[1]] if path[1:] and path[1] in setters else setters["sweep"]
+        is_set = any(path[: len(key)] == key for key in overridden)  # set directly or through a parent
+        is_opened = path not in document.lines and any(key[: len(path)] == path for key in overridden)
+        return COMMAND_LINE if is_set or is_opened else document.locate(path)
+
+    return locate
+
+
+def split_by_source(
+    values: dict[str, Any], path: KeyPath, locate: Callable[[KeyPath], str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a mapping's keys into those set on the command line and those set in a file."""
+    from_command_line: dict[str, Any] = {}
+    from_file: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = (*path, name)
+        if locate(inner) == COMMAND_LINE:
+            from_command_line[name] = value
+        elif isinstance(value, dict):
+            overridden, from_file[name] = split_by_source(value, inner, locate)
+            from_command_line |= {name: overridden} if overridden else {}
+        else:
+            from_file[name] = value
+    return from_command_line, from_file
+
+
+def select_part(document: YamlDocument, path: KeyPath, values: dict[str, Any] | None = None) -> YamlDocument:
+    """Return the mapping under a path as a separate document with its lines; for an empty path, all except `sweep`."""
+    if not path:
+        remaining = {name: value for name, value in document.values.items() if name != "sweep"}
+        return replace(document, values=remaining, lines={p: n for p, n in document.lines.items() if p[0] != "sweep"})
+    lines = {p[len(path) :]: n for p, n in document.lines.items() if p[: len(path)] == path and len(p) > len(path)}
+    return YamlDocument(document.source, values or {}, lines)
+
+
+def apply_sweep_override(settings: dict[str, Any], text: str) -> None:
+    """Apply `sweep.a.b=value` to the mapping."""
+    name, value = split_override(text)
+    *outer, last = name.split(".")[1:]
+    inside = settings
+    for part in outer:
+        if not isinstance(inside.setdefault(part, {}), dict):
+            raise UserError(f"command line: {name}: sweep.{part} is {format_value(inside[part])}, not a mapping")
+        inside = inside[part]
+    for other in list_other_spellings(last):
+        inside.pop(other, None)
+    inside[last] = value
+
+
+def list_other_spellings(name: str) -> list[str]:
+    """Return the keys of an evaluation that have the same meaning as a key, which therefore replaces them."""
+    if name in ("lengths", "multiples"):
+        return ["lengths", "multiples"]
+    fields = EvaluationOptions.model_fields.items()
+    return [other for key, field in fields if name in (key, field.alias) for other in (key, field.alias) if other]
 
 
 def find_sweep_problems(values: dict[str, Any], locate: Callable[[KeyPath], str]) -> SweepOptions:
