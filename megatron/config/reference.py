@@ -63,6 +63,7 @@ run lists what they replaced:
 - Keys are flat. `optimizer`, `zero_optimization`, `fp16`, `bf16`, `slurm` and the `…_options` of methods contain keys
   of their own; these merge key by key, and take dots on the command line. A later file that changes `pos_emb`,
   `score_processor` or `attention_temperature` drops the options of the previous method.
+- On the command line `KEY=null` unsets what files have set, and `slurm=null` all keys of `slurm`.
 - Any two of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` determine the third.
 - `precision` is short for `fp16` and `bf16` `enabled`; a file that enables one disables the other.
 - Every run saves its resolved configuration as `config.yml`, which can be loaded again. If the folder already contains
