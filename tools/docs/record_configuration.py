@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from megatron.config.schema import Config, compute_keys_digest, map_key_owners
+from megatron.options.data import SPLITS
 from megatron.position import registry
 from megatron.reports.records import Record
 from megatron.sweeps.spec import read_sweep
@@ -52,23 +53,27 @@ def _list_configurations(experiment: str) -> dict[str, Config]:
 def find_configuration_change(experiment: str, record: Record) -> ConfigurationChange:
     """Find the keys that an experiment sets for a method since a record was trained.
 
-    Keys without effect on the method are left out.
+    Keys without effect on the method are left out, and so is the text, which docs/results/small.md states.
 
     Args:
         experiment: name of a file in configs/experiment.
         record: record of one of its variants at small size.
     """
     folder = "" if record.run is None else PurePath(record.run).parent.name
-    return _find_change(experiment, record.method, folder)
+    corpus = None if record.dataset is None else PurePath(record.dataset).parent
+    return _find_change(experiment, record.method, folder, corpus)
 
 
 @cache
-def _find_change(experiment: str, method: str, folder: str) -> ConfigurationChange:
-    """Find the change of a method from the name of its run's folder."""
+def _find_change(experiment: str, method: str, folder: str, corpus: PurePath | None) -> ConfigurationChange:
+    """Find the change of a method from the name of its run's folder and the folder of its corpus."""
     config, found = _list_configurations(experiment).get(method), RUN_FOLDER.fullmatch(folder)
     if config is None or found is None:
         return ConfigurationChange({}, is_known=False)
     keys = {key: value for key, value in config.get_training_fingerprint(defaults=False).items() if key != "seed"}
+    if corpus is not None:
+        paths = {f"{split}_data_paths": [str(corpus / f"{split}_text_document")] for split in SPLITS}
+        keys |= {key: path for key, path in paths.items() if key in keys}
     for count in range(MAX_REMOVED + 1):
         for removed in itertools.combinations(keys, count):
             kept = {key: value for key, value in keys.items() if key not in removed}
