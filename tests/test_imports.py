@@ -26,7 +26,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/utils": ("rich", "torch"),
     "megatron/position": ("torch",),
     "megatron/attention": ("torch", "megatron.position", "megatron.utils", "megatron.kernels"),
-    "megatron/kernels": ("torch", "triton"),
+    "megatron/kernels": ("torch", "triton", "numpy"),
     "megatron/distributed": (*NUMERIC, "megatron.core", "safetensors", "megatron.utils"),
     "megatron/config": (
         "pydantic",

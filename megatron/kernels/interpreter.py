@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on the CPU, without the overhead of nine tenths of its time."""
+"""Triton's interpreter, which runs kernels on the CPU, with bfloat16 and without nine tenths of its time."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,10 +12,13 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from megatron.kernels import interpreted_bfloat16
+from megatron.kernels.interpreted_bfloat16 import Bfloat16Builder
+
 
 @contextmanager
 def fast_interpreter() -> Iterator[None]:
-    """Skip work that does not change the results of the interpreter.
+    """Compute with bfloat16, and skip work that does not change the results of the interpreter.
 
     The interpreter computes integers a second time in 64 bits for an overflow assertion, which is then dropped unless
     Triton is debugging. At each call of a device function it searches Triton's language for functions to replace,
@@ -25,7 +28,11 @@ def fast_interpreter() -> Iterator[None]:
     builder, scope = interpreter.interpreter_builder, interpreter._LangPatchScope()
     scope.set_attr(builder, "options", replace(builder.options, sanitize_overflow=builder.options.debug))
     scope.set_attr(interpreter.InterpretedFunction, "__call__", _call_interpreted)
-    scope.set_attr(interpreter, "_get_np_dtype", _remember(interpreter._get_np_dtype))
+    scope.set_attr(builder, "__class__", Bfloat16Builder)
+    scope.set_attr(interpreter.TensorHandle, "__post_init__", interpreted_bfloat16.round_handle)
+    scope.set_attr(interpreter.ReduceScanOpInterface, "check_tensor", interpreted_bfloat16.check_reduced)
+    scope.set_attr(interpreter, "_validate_np_data_size", interpreted_bfloat16.fits_size)
+    scope.set_attr(interpreter, "_get_np_dtype", _remember(interpreted_bfloat16.get_numpy_dtype))
     scope.set_attr(interpreter, "_patch_attr", partial(_replace_builtin, _PLANS[builder.options]))
     # A launch patches the `tl` of its kernel's file; Triton's own device functions access the language as `core`.
     core = interpreter._patch_lang(tl.zeros.fn)

@@ -67,11 +67,9 @@ def get_arch(x: Tensor) -> int | None:
     """Return the compute capability of the tensor's device as major · 10 + minor, or None in the interpreter.
 
     Raises:
-        RuntimeError: if a kernel cannot run on the tensor's device or in its type.
+        RuntimeError: if a kernel cannot run on the tensor's device.
     """
     if is_interpreted():
-        if x.dtype == torch.bfloat16:
-            raise RuntimeError("Triton's interpreter computes bfloat16 wrongly: choose float32 or float16")
         return None
     if x.device.type != "cuda":
         raise RuntimeError(f"this kernel needs a CUDA device, its tensors are on {x.device}")
@@ -119,7 +117,7 @@ _NO_CONTEXT = nullcontext()
 
 
 def launch_context(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which kernels launch on the tensor's device. The interpreter gets its faster version."""
+    """Return a context in which kernels launch on the tensor's device. The interpreter gets bfloat16 and speed."""
     if x.is_cuda:
         index = x.get_device()
         return _NO_CONTEXT if index == get_current_device() else torch.cuda.device(index)

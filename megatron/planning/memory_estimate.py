@@ -89,6 +89,8 @@ class StepPhase:
         return self.gradients + self.buffers + self.activations + self.logits + self.workspace + self.step
 
 
+VALIDATION = "validation"
+"""Phase between steps. It uses no memory of CUDA graphs."""
 COMPONENTS = ("gradients", "buffers", "activations", "logits", "workspace", "step")
 """Components of a phase, which add up to its total."""
 
@@ -113,7 +115,7 @@ class MemoryEstimate:
     @property
     def total_with_graphs(self) -> int:
         """Upper bound of peak memory with CUDA graphs; gradients may be part of their memory."""
-        rest = max(phase.gradients + phase.buffers + phase.step for phase in self.phases)
+        rest = max(x.total if x.name == VALIDATION else x.gradients + x.buffers + x.step for x in self.phases)
         return self.weights + self.optimizer + self.graphs + rest
 
     @property
@@ -266,12 +268,9 @@ class _StageMemory:
         def build_phase(name: str, gradients: int = 0, buffers: int = 0, **parts: int) -> StepPhase:
             return StepPhase(name, gradients, handed + buffers, **parts)
 
-        phases = [
-            build_phase(
-                "the loss", states.accumulated, states.held_bytes,
-                activations=in_flight + layers + beside, logits=self._count_logit_bytes(),
-            ),
-        ]  # fmt: skip
+        held = states.accumulated, states.held_bytes
+        kept, logits = in_flight + layers + beside, self._count_logit_bytes()
+        phases = [build_phase("the loss", *held, activations=kept, logits=logits)]
         graphs = phases[0].activations + phases[0].logits
         # Gradients grow layer by layer while activations shrink: extremes are at both ends, and when a bucket is full.
         head = self.local_vocab_size * self.config.model.hidden_size if self.is_last else 0
@@ -294,16 +293,16 @@ class _StageMemory:
                     workspace=recomputed,  # the layer that filled the bucket has finished
                 )
             )  # fmt: skip
-        phases.append(
-            build_phase(
-                "the reduction of gradients", states.reduce_gradients, states.reduce_buffers, step=states.reduce_step
-            )
-        )
+        reduced = states.reduce_gradients, states.reduce_buffers
+        phases.append(build_phase("the reduction of gradients", *reduced, step=states.reduce_step))
         phases.append(build_phase("the optimizer's step", states.step_gradients, step=states.step))
+        if self.config.model.compile_regions and self.config.training.eval_interval:
+            held = held if states.zero_stage == 3 else (0, 0)
+            logits = self._count_logit_bytes(validates=True)  # more than in training, whose loss is compiled
+            phases.append(build_phase(VALIDATION, *held, activations=2 * self.hidden_bytes, logits=logits))
         return MemoryEstimate(
             self.stage, states.weights, states.optimizer, tuple(phases), saved_maps * self.num_in_flight,
-            workspace_maps,
-            graphs,
+            workspace_maps, graphs,
         )  # fmt: skip
 
     def _count_offload_bytes(self) -> int:
@@ -315,19 +314,20 @@ class _StageMemory:
         embedding = self.local_vocab_size * model.hidden_size if has_vocabulary else 0
         return self.bytes_per_element * max(embedding, max(list_layer_matrices(model)) // self.sizes.tensor)
 
-    def _count_logit_bytes(self) -> int:
-        """Return the bytes of the logits that the loss processes together."""
+    def _count_logit_bytes(self, *, validates: bool = False) -> int:
+        """Return the bytes of the logits that the loss processes together. Validation compiles nothing."""
         if not self.is_last:
             return 0
         b, model = self.bytes_per_element, self.config.model
-        if model.compile_regions:
+        if model.compile_regions and not validates:
             per_logit = 2 * b  # the logits and their gradient; the compiled loss writes nothing else of this size
         else:
-            # cross_entropy: log-probabilities, and the gradients of the loss and of the logits, in float32. With tensor
-            # parallelism it works in place: a float32 copy, and the logits or their gradient in a half type.
-            per_logit = 12 if self.sizes.tensor == 1 else 4 + (b if b < 4 else 0)
+            # cross_entropy: log-probabilities, and in training the gradients of the loss and of the logits, else the
+            # logits, in float32. With tensor parallelism it works in place: a float32 copy, and the logits or their
+            # gradient in a half type.
+            per_logit = (8 if validates else 12) if self.sizes.tensor == 1 else 4 + (b if b < 4 else 0)
             per_logit += 4 if model.final_logit_softcapping is not None else 0  # the hyperbolic tangents
-            per_logit += 4 if self.config.training.z_loss else 0  # the gradient of the labels' logits
+            per_logit += 4 if self.config.training.z_loss and not validates else 0  # of the labels' logits
         scored = compute_loss_chunk_length(
             self.num_tokens // self.micro_batch_size, self.micro_batch_size, self.local_vocab_size
         )

@@ -126,6 +126,7 @@ FAMILIES = [
         KernelForm(3, 64, torch.float16, is_local=True, is_gated=True),
         KernelForm(1, 64, torch.bfloat16),
         KernelForm(1, 64, torch.bfloat16, is_linear=True),
+        KernelForm(1, 80, torch.float16, is_local=True, is_linear=True),
         KernelForm(1, 64, torch.bfloat16, is_gated=True),
         KernelForm(5, 64, torch.bfloat16),
         KernelForm(5, 64, torch.bfloat16, is_gated=True),

@@ -68,17 +68,7 @@ def device() -> str:
     return "cpu" if INTERPRETED else "cuda"
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(torch.float32, id="fp32"),
-        pytest.param(torch.float16, id="fp16"),
-        pytest.param(
-            torch.bfloat16,
-            id="bf16",
-            marks=pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter computes bfloat16 wrongly: needs a GPU"),
-        ),
-    ]
-)
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """Data types of the kernels."""
     return request.param

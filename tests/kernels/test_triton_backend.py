@@ -19,7 +19,6 @@ from megatron.attention.backends.triton import KernelChoice, TritonBackend, sele
 from megatron.attention.inputs import AttentionInputs
 from megatron.attention.reference import compute_table
 from megatron.kernels.bias.fire import MAX_WIDTH
-from megatron.kernels.biased_attention.op import biased_attention
 from megatron.kernels.cdape_attention.op import MAX_PROCESSOR_WIDTH
 from megatron.kernels.head_dim import MAX_HEAD_DIM
 from megatron.options.model import ModelOptions
@@ -82,8 +81,8 @@ def options_of(encoding: str) -> dict[str, int]:
     return {"width": 5} if encoding == "fire" else {}
 
 
-def random_on(device: str, length: int, batch: int = 2, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    return tuple(x.to(device) for x in random_qkv(length, SHAPE, batch=batch, dtype=dtype))
+def random_on(device: str, length: int, batch: int = 2) -> tuple[torch.Tensor, ...]:
+    return tuple(x.to(device) for x in random_qkv(length, SHAPE, batch=batch))
 
 
 def results(
@@ -265,18 +264,6 @@ def test_fallbacks_at_run_time_are_reported_once(processor: str, device: str, ca
     output = [record.message for record in caplog.records]
     expected = ["padding", "randomized positions", *(["a score processor over divided heads"] if p is not None else [])]
     assert output == [f"attention_backend triton: falling back to PyTorch's row blocks for {why}" for why in expected]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter alone")
-@pytest.mark.parametrize("processor", ["none", "cdape"])
-def test_bfloat16_in_the_interpreter_falls_back_to_pytorch(processor: str, device: str) -> None:
-    """bfloat16 falls back to PyTorch in the interpreter, which computes it incorrectly."""
-    e, p = on(device, "kerple_log", processor)
-    q, k, v = random_on(device, 9, dtype=torch.bfloat16)
-    rows = AttentionInputs(q, k, v, TokenRange(0, 9), TokenRange(0, 9), e, p)
-    assert torch.equal(TritonBackend(EagerBackend())(rows), EagerBackend()(rows))
-    with pytest.raises(RuntimeError, match="interpreter computes bfloat16 wrongly"):
-        biased_attention(q, k, v)
 
 
 @pytest.mark.parametrize(

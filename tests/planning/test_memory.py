@@ -161,6 +161,21 @@ def test_components_add_up_to_the_peak() -> None:
     assert found.fits(gib, reserved_fraction=0)
 
 
+def test_validation_is_the_peak_if_training_compiles_the_loss() -> None:
+    """A rehearsal of 6 layers of 125M reached 2.351 GiB in validation, and 2.250 in forward and backward passes."""
+    keys = {"num_layers": 6, "precision": "bf16", "zero_optimization": {"stage": 1}, "checkpoint_activations": False,
+            "train_batch_size": None, "train_micro_batch_size_per_gpu": 4, "attention_backend": "triton"}  # fmt: skip
+    validated = of("125M", "none", ParallelSizes(), **keys)
+    assert validated.peak.name == "validation"
+    assert validated.total / 2**30 == pytest.approx(2.351, rel=0.01)
+    others = of("125M", "none", ParallelSizes(), eval_interval=0, **keys)
+    assert others.total / 2**30 == pytest.approx(2.250, rel=0.01)
+    with_graphs = validated.weights + validated.optimizer + validated.graphs + validated.peak.total
+    assert validated.total_with_graphs == with_graphs > others.total_with_graphs
+    eager = of("125M", "none", ParallelSizes(), compile_regions=False, **keys)
+    assert eager.total > validated.total
+
+
 def test_graphs_keep_the_memory_of_a_micro_batch() -> None:
     """With its gradients in the compute type; a rehearsal of 8 sequences of the 125M model kept 3.93 GiB."""
     keys = {"checkpoint_activations": False, "attention_backend": "triton", "compile_regions": False}

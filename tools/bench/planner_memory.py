@@ -113,6 +113,12 @@ CASES = (
     Case("350M cdape_kerple_log", bf16(8, *long(1024), recompute="selective")),
     Case("350M rotary", ("precision=fp32", *bf16(8)[1:])),
     Case("350M kerple_log", bf16(1, *long(32768), "attention_window=1024", recompute=True)),
+    # Layers whose compiled regions are joined between attentions, on one and two GPUs.
+    *[
+        Case(f"350M {method}", bf16(8, *zero(1)), gpus)
+        for method in ("none", "kerple_log", "cdape_kerple_log")
+        for gpus in (1, 2)
+    ],
     # ZeRO, optimizers, offloading.
     Case("350M kerple_log", bf16(8, *zero(0)), 4),
     Case("350M kerple_log", bf16(8, *zero(2), recompute=True), 8),

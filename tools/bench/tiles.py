@@ -151,12 +151,11 @@ def measure_share(arguments: argparse.Namespace, count: int) -> None:
     """Compile and measure the candidates at an index of the lists, and write their records into the shared folder."""
     place, folder, lengths = arguments.place, arguments.worker, arguments.lengths
     heads, dim = arguments.heads, arguments.dim
-    dtype = torch.float16 if arguments.device == "cpu" else torch.bfloat16  # the interpreter rounds bfloat16 wrongly
     tiles = {name: listed[min(place, len(listed) - 1)] for name, listed in CANDIDATES.items()}
     install_tiles(tiles)
 
     def run(op: str, batch: int, length: int, repeats: int = 1) -> None:
-        problem = AttentionProblem(op, batch, heads, dim, length, arguments.width, 3, dtype, arguments.device)
+        problem = AttentionProblem(op, batch, heads, dim, length, arguments.width, 3, torch.bfloat16, arguments.device)
         with use_mixer(False):
             time_passes(problem, build_peers(problem)["triton"], repeats)
 

@@ -264,12 +264,9 @@ def _describe_unsupported_tensor(x: Tensor) -> str | None:
     """Explain why no kernel supports a tensor's type and device; None if kernels do."""
     from megatron.kernels.runtime import DTYPES, is_interpreted
 
-    interpreted = is_interpreted()
-    if not (x.is_cuda or interpreted):
+    if not (x.is_cuda or is_interpreted()):
         return "a model on the CPU"
-    if x.dtype not in DTYPES or (interpreted and x.dtype == torch.bfloat16):
-        return f"{x.dtype}{' in the interpreter' if interpreted else ''}"
-    return None
+    return None if x.dtype in DTYPES else str(x.dtype)
 
 
 def _get_fire_parameters(encoding: Encoding) -> FireParameters | None:

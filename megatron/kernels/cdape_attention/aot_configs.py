@@ -181,7 +181,9 @@ def _build_product_config(
     kernel: Any = PRODUCT_KERNELS[name]
     tile = choose_product_tile(dim, DTYPES_BY_NAME[dtype_name])
     suffix = " odd" if odd else " documents" if documents else " add" if add else ""
-    constants = _add_document_starts(build_product_constants(dim, tile, add=add), documents)
+    sums_rows = "ADD" in kernel.arg_names
+    constants = build_product_constants(dim, tile, add=add if sums_rows else None)
+    constants = _add_document_starts(constants, documents)
     return KernelConfig(
         name=f"{name}{suffix} d={dim} {dtype_name}",
         kernel=kernel,

@@ -123,9 +123,14 @@ def build_processor_constants(
 
 
 @cache
-def build_product_constants(dim: int, tile: Tile, *, add: bool) -> dict[str, Any]:
-    """Return the constants of products of maps with head rows; `add`: to the sums of other chunks' columns."""
-    return {**build_head_dim_constants(dim), **tile.blocks, "ADD": add, "INPUT_PRECISION": INPUT_PRECISION}
+def build_product_constants(dim: int, tile: Tile, *, add: bool | None = None) -> dict[str, Any]:
+    """Return the constants of products of maps with head rows.
+
+    Args:
+        add: True if sums over rows are added to those of other chunks; None if the sums are over columns.
+    """
+    constants = {**build_head_dim_constants(dim), **tile.blocks, "INPUT_PRECISION": INPUT_PRECISION}
+    return constants if add is None else constants | {"ADD": add}
 
 
 @cache

@@ -284,7 +284,7 @@ def average_mapped_values(
             *(weights, chunk.slice_columns(v), output, chunk.document_starts, heads, *chunk.extent),
             *(problem.window, columns, *get_head_strides(output)),
         ),
-        build_product_constants(dim, tile, add=False),
+        build_product_constants(dim, tile),
         tile.options,
     )
 

@@ -246,11 +246,9 @@ def _multiply_kernel(
     BLOCK_DB: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ADD: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
     """Compute out = map · x for BLOCK_M rows of a head. Grid: rows, longest first; heads of the whole batch."""
-    tl.static_assert(not ADD)
     start, pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M, tl.program_id(1).to(tl.int64)
     out_ptr += pair // H * stride_batch + pair % H * stride_head
     if document_starts_ptr is not None:

@@ -15,8 +15,8 @@ from megatron.kernels.cdape_attention.geometry import FOLDER, HEADS, KernelFamil
 from megatron.kernels.cuda.compile import CudaKernel
 from tools.tolerances import assert_within_rounding
 
-COMPILED = LOCAL_CASES[1]
-DIM, DTYPE = COMPILED.dim, COMPILED.dtype
+COMPILED = {case.dtype: case for case in LOCAL_CASES[:2]}
+DIM = COMPILED[torch.float16].dim
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)"),
@@ -42,19 +42,31 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_outputs_and_gradients_err_by_rounding_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+IN_BFLOAT16 = [
+    Case(1, 9, 40, 40, COMPILED[torch.bfloat16].dim, 17, 3, window=17, chunk=24),
+    Case(1, 12, 40, 56, COMPILED[torch.bfloat16].dim, 12, 1, offset=16, is_linear=True, has_head_map=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float16) for case in CASES), *((case, torch.bfloat16) for case in IN_BFLOAT16)],
+    ids=str,
+)
+def test_outputs_and_gradients_err_by_rounding_alone(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     emulator, launched = Emulator(FOLDER), []
     emulator.begin([AllMemory()])  # type: ignore[list-item]
 
     def choose_kernels(
         problem: CdapeProblem, chunk: Chunk, k: torch.Tensor, families: tuple[KernelFamily, ...]
     ) -> tuple[MixerKernel, ...] | None:
-        sizes = (problem.shape, DTYPE, DIM, chunk.right - chunk.left)
+        sizes = (problem.shape, dtype, case.dim, chunk.right - chunk.left)
         if not all(mixer.is_supported(*sizes, family.limits) for family in families):
             return None
         heads, width = pad_sizes(case.heads, case.width)
-        compiled = COMPILED._replace(taps=case.size, heads=heads, width=width, is_linear=case.is_linear)
+        compiled = COMPILED[dtype]._replace(taps=case.size, heads=heads, width=width, is_linear=case.is_linear)
         is_local = mixer_chunks.find_spans(problem, chunk) is not None
         return tuple(compiled.build_for_rows(family, is_local=is_local) for family in families)
 
@@ -64,11 +76,11 @@ def test_outputs_and_gradients_err_by_rounding_alone(case: Case, monkeypatch: py
 
     monkeypatch.setattr(mixer_chunks, "choose_kernels", choose_kernels)
     monkeypatch.setattr(mixer_chunks, "launch_kernel", launch)
-    inputs, into = case.inputs(DTYPE), into_output(case, DTYPE)
+    inputs, into = case.inputs(dtype), into_output(case, dtype)
     attend = partial(takes_fields(op.cdape_attention), **case.options, chunk=case.chunk)
     found = differentiated(attend, inputs, into)
     of_gradients = {"logit_gradient.h", "mixer_backward.h"} if case.heads <= HEADS else set()
     of_gradients -= {"logit_gradient.h"} if case.has_head_map else set()
     assert set(launched) == {"mixer_forward.h"} | of_gradients
     assert emulator.get_faults().errors == NO_ERRORS
-    assert_within_rounding(found, truth(case, inputs, into), DTYPE, stored=True)
+    assert_within_rounding(found, truth(case, inputs, into), dtype, stored=True)
