@@ -34,7 +34,7 @@ from megatron.options.model import (
     get_norm_epsilon,
     get_num_kv_heads,
 )
-from megatron.position.numerics import fuse_multiply_adds, soft_cap
+from megatron.position.numerics import soft_cap
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,6 @@ def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a region that compiles for each new shape. After a failed compilation it runs eagerly."""
     # Imported late: Dynamo and Inductor take seconds to import.
     ignore_compiler_warnings()
-    fuse_multiply_adds()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_COMPILATIONS)
     torch._functorch.config.force_non_lazy_backward_lowering = True  # so that its errors are caught here
     compiled = torch.compile(function, fullgraph=True, dynamic=False, **COMPILE_ARGUMENTS)

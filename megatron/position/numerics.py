@@ -7,7 +7,6 @@ which the graph would read memory that has been reused. Caches therefore pass th
 `retain_for_capture`.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -225,12 +224,3 @@ def retain_for_capture(*tensors: Tensor) -> None:
     """Add tensors of a cache that can evict them to the capture in progress, if there is one."""
     if _captures:
         _captures[-1] += tensors
-
-
-def fuse_multiply_adds() -> None:
-    """Fuse multiplications with additions in the kernels that torch.compile generates, unless the user chose otherwise.
-
-    The default depends on Triton's version: 3.9 fuses and warns, 3.10 does not fuse. Kernels of this project state
-    their choice at each launch.
-    """
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -1,6 +1,5 @@
 """Compiled regions equal PyTorch's operations, separately and in complete models."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.attention.backends import flex
 from megatron.model import layer_config
 from megatron.model.layer import rotate_heads
 from megatron.model.layer_config import compute_log_z
@@ -262,17 +260,3 @@ def test_a_subclass_that_replaces_the_rotation_alone_keeps_it(compiled: None) ->
         found.append(_train(gpt))
         assert not torch.allclose(found[-1]["losses"], before)
     _assert_close(found[1], found[0])
-
-
-@pytest.mark.parametrize(("chosen", "expected"), [(None, "1"), ("0", "0")])
-def test_compilers_fuse_multiply_adds_with_every_version_of_triton(
-    chosen: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton 3.9 warns about a default that 3.10 changes. A user's choice stays."""
-    for compile_function in (lambda: layer_config.compile_region(abs), flex._compile_flex.__wrapped__):
-        monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION", raising=False)
-        if chosen is not None:
-            monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", chosen)
-        compile_function()
-        assert os.environ["TRITON_DEFAULT_FP_FUSION"] == expected
-        layer_config.compile_region.cache_clear()

@@ -23,7 +23,7 @@ from megatron.attention.backends.backend import (
 from megatron.attention.inputs import AttentionInputs, with_padded_values
 from megatron.attention.reference import compute_table
 from megatron.position.encoding import Encoding, ScoreTerms
-from megatron.position.numerics import fuse_multiply_adds, soft_cap
+from megatron.position.numerics import soft_cap
 from megatron.position.token_range import TokenRange, select_heads
 
 BLOCK_SIZE = 128
@@ -109,7 +109,6 @@ def _describe_shape(inputs: AttentionInputs) -> tuple[int, int, int]:
 
 @cache
 def _compile_flex() -> Any:
-    fuse_multiply_adds()
     # Compile in this process: for a few kernels a pool of compiler processes per rank is not worth its cost.
     return torch.compile(flex_attention, dynamic=False, options={"compile_threads": 1})
 
