@@ -104,6 +104,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    if torch.distributed.is_initialized():
+        raise pytest.UsageError("a test file builds a model on import; workers lack its process groups: use a fixture")
     gc.freeze()
     gc.enable()
 

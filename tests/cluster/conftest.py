@@ -110,11 +110,16 @@ def slurm() -> Iterator[Slurm]:
     missing = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
     if missing:
         pytest.skip(f"no SLURM on this machine ({', '.join(missing)}); as root, make slurm installs Debian's")
+    host = socket.gethostname().split(".")[0]
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:  # some container engines give a new name to each container and do not write it down
+        message = f"the name of this machine, {host}, cannot be resolved: add it to /etc/hosts"
+        raise pytest.fail.Exception(message, pytrace=False) from None
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the path of a socket must be short
     folder.chmod(0o755)
     for name in ("log", "state", "spool"):
         (folder / name).mkdir()
-    host = socket.gethostname().split(".")[0]
     nodes = (host, f"{host}-2")
     (folder / "munge.key").write_bytes(secrets.token_bytes(128))
     (folder / "munge.key").chmod(0o400)

@@ -10,7 +10,7 @@ from megatron.rehearsal.rehearsed_run import write_synthetic_corpus
 from tools.gpu.null_device_cases import VOCABULARY
 
 LONGEST = 131072
-SECONDS = 600
+SECONDS = 1800
 """Time limit of a test, in seconds: a wait for a device that computes nothing would never end."""
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,6 +28,7 @@ RANKS = 8
 FIRST_PORTS = range(20_000, 30_000, 100)
 """First ports of a pair, one port a case. Connections of other processes never get ports below Linux's 32768."""
 MAX_SECONDS = 1200
+"""Longest time in which no rank finishes a case, in seconds."""
 LONE = [
     *list_layout_cases(["kerple_log"]),
     *list_layout_cases(["cdape_kerple_log"], ["tensor_2", "context_4", "pipeline_2", "tensor_2_context_2_pipeline_2"]),
@@ -62,27 +63,38 @@ def start_worker(
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
 
+def wait_for_workers(workers: dict[int, subprocess.Popen], folder: Path) -> None:
+    """Wait until all ranks have ended. Kill them if no rank finishes a case in `MAX_SECONDS`, or on an interrupt."""
+    written, since = 0, time.monotonic()
+    try:
+        while any(worker.poll() is None for worker in workers.values()):
+            size = sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+            if size > written:
+                written, since = size, time.monotonic()
+            if time.monotonic() - since > MAX_SECONDS:
+                raise TimeoutError(f"no rank finished a case in {MAX_SECONDS} seconds; see {folder}")
+            time.sleep(0.1)
+    finally:
+        for worker in workers.values():
+            worker.kill()
+            worker.wait()
+
+
 def read_outcomes(folder: Path, rank: int) -> dict[str, Outcome]:
     lines = (folder / f"{rank}.jsonl").read_text(encoding="utf-8").splitlines()
     outcomes = [Outcome(**json.loads(line)) for line in lines]
     return {outcome.name: outcome for outcome in outcomes}
 
 
-Trained = Callable[[int], dict[str, Outcome]]
-
-
 @pytest.fixture(scope="module")
 def lone(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Outcome]]:
     """Return the records of the first and last of eight ranks, each run without the others."""
-    folder, found = tmp_path_factory.mktemp("lone"), {}
-    workers = {}
+    folder, workers = tmp_path_factory.mktemp("lone"), {}
     for rank in (0, RANKS - 1):
         after = folder / "0.jsonl" if rank else None
         workers[rank] = start_worker(LONE, corpus, folder, rank, RANKS, 29500, after)
-    for rank, worker in workers.items():
-        worker.wait(MAX_SECONDS)
-        found[rank] = read_outcomes(folder, rank)
-    return found
+    wait_for_workers(workers, folder)
+    return {rank: read_outcomes(folder, rank) for rank in workers}
 
 
 @pytest.mark.parametrize("rank", [0, RANKS - 1])
@@ -97,9 +109,7 @@ def test_a_rank_of_eight_trains(case: Case, rank: int, lone: dict[int, dict[str,
 def pair(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
     """Return the records of two processes. gloo is real between them; NCCL exchanges nothing."""
     folder, port = tmp_path_factory.mktemp("pair"), FIRST_PORTS[os.getpid() % len(FIRST_PORTS)]
-    workers = [start_worker(PAIR, corpus, folder, rank, 2, port) for rank in range(2)]
-    for worker in workers:
-        worker.wait(MAX_SECONDS)
+    wait_for_workers({rank: start_worker(PAIR, corpus, folder, rank, 2, port) for rank in range(2)}, folder)
     printed = "".join((folder / f"{rank}.txt").read_text() for rank in range(2))
     assert "destroy_process_group" not in printed
     return [read_outcomes(folder, rank) for rank in range(2)]

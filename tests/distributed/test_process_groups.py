@@ -1,6 +1,7 @@
 """Communication of a single process, and of four processes on meshes of several shapes."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,12 @@ from mesh_rank import MESHES
 
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import Mesh, ParallelSizes
-from megatron.distributed.process_groups import ProcessGroups, build_single_process_groups, init_distributed
+from megatron.distributed.process_groups import (
+    ProcessGroups,
+    build_single_process_groups,
+    configure_cuda,
+    init_distributed,
+)
 from megatron.utils.errors import RunError
 
 SCRIPT = Path(__file__).parents[1] / "support" / "mesh_rank.py"
@@ -67,3 +73,15 @@ def test_joining_an_existing_group_is_rejected() -> None:
         init_distributed(RankInfo(0, 2), ParallelSizes(data=2), device="cpu", backend="gloo")
     with pytest.raises(RunError, match="this process already belongs to another mesh"):
         init_distributed(RankInfo(), ParallelSizes(tensor=2), device="cpu", backend="gloo")
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "1"), ("0", "0")])
+def test_kernels_of_pytorch_fuse_multiply_adds_with_every_triton(
+    chosen: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default depends on Triton's version; a user's choice stays."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION")
+    configure_cuda()
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] == expected

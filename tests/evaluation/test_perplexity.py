@@ -47,12 +47,13 @@ def by_hand(model: nn.Module, ends: list[int], length: int, targets: int) -> lis
 
 
 @pytest.mark.parametrize(
-    "model",
-    [RunningMean(), tiny_gpt(pos_emb="kerple_log"), tiny_gpt(pos_emb="rotary"),
-     tiny_gpt(pos_emb="alibi", score_processor="cdape", score_processor_options={"width": 3})],
+    "position",
+    [None, {"pos_emb": "kerple_log"}, {"pos_emb": "rotary"},
+     {"pos_emb": "alibi", "score_processor": "cdape", "score_processor_options": {"width": 3}}],
     ids=["running mean", "kerple_log", "rotary", "cdape on alibi"],
 )  # fmt: skip
-def test_last_equals_a_plain_loop(model: nn.Module) -> None:
+def test_last_equals_a_plain_loop(position: dict[str, Any] | None) -> None:
+    model = RunningMean() if position is None else tiny_gpt(**position)
     records = scored(loaded(model), STREAM, Options(lengths=[27, 5, 9], targets=5, windows=3))
     # Ends are spread from 27, the first possible for the longest window, to 202, the last token.
     ends = [27, 27 + 175 // 2, 202]

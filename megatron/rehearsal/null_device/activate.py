@@ -9,6 +9,7 @@ the host return this rank's own value. Broadcasts of the first rank are saved in
 rehearsed after it.
 """
 
+import ctypes
 import hashlib
 import importlib.abc
 import importlib.util
@@ -150,6 +151,21 @@ def _make_broadcast(c10d: Any) -> Callable[..., None]:
     return broadcast
 
 
+def _report_group_sizes(c10d: Any) -> None:
+    """Give the library the size of each group that PyTorch creates, because NCCL's calls do not contain it."""
+    create_group = c10d._new_process_group_helper
+    size = ctypes.c_int.in_dll(load_library(), "null_device_group_size")
+
+    def create_group_of_size(group_size: int, *args: Any, **options: Any) -> Any:
+        size.value = group_size
+        try:
+            return create_group(group_size, *args, **options)
+        finally:
+            size.value = 0
+
+    c10d._new_process_group_helper = create_group_of_size
+
+
 SINGLE_RANK_PATCHES: dict[str, Callable[[Any], None]] = {"torch.distributed.distributed_c10d": _change_c10d}
 """Patches of a single rank by module name, applied once the module is imported."""
 
@@ -169,7 +185,7 @@ def _collect_changes() -> dict[str, Callable[[ModuleType], None]]:
     # These modules import nothing but the standard library until they are called.
     from megatron.rehearsal.null_device import host_reads, recorder
 
-    changes: dict[str, list[Callable[[Any], None]]] = {}
+    changes: dict[str, list[Callable[[Any], None]]] = {"torch.distributed.distributed_c10d": [_report_group_sizes]}
     for name, change in host_reads.IMPORT_PATCHES.items():
         changes.setdefault(name, []).append(change)
     if os.environ.get(SINGLE_RANK_VARIABLE):

@@ -82,17 +82,21 @@ int ncclCommInitRankScalable(void **communicator, int size, int rank, int ids, n
     return initialize(communicator, size, id, rank);
 }
 
-/* Members of one new communicator have the same color, and `key` orders them. Its size is unknown here: the listener,
-   which knows the groups, derives it from the name. */
+/* Number of ranks of the process group that PyTorch is creating, or 0. */
+int null_device_group_size;
+
+/* Members of one new communicator have the same color, and `key` orders them. NCCL counts them by asking the other
+   ranks; here PyTorch's group has as many. A split outside of a new group is an invalid argument. */
 int ncclCommSplit(void *communicator, int color, int key, void **part, void *configuration) {
     struct communicator *parent = communicator, *own;
     (void)configuration;
     parent->splits++;
     *part = NULL;
     if (color < 0) return 0; /* NCCL_SPLIT_NOCOLOR: joins no new communicator */
+    if (null_device_group_size == 0) return 4;
     if ((own = calloc(1, sizeof *own)) == NULL) return 2;
     snprintf(own->name, sizeof own->name, "%.90s/%d.%d", parent->name, parent->splits, color);
-    own->size = parent->size;
+    own->size = null_device_group_size;
     own->rank = key;
     own->device = parent->device;
     *part = own;
