@@ -27,7 +27,7 @@ from megatron.reports.report_sentences import (
     join_words,
 )
 from megatron.reports.results_output import build_missing_table
-from megatron.reports.table_formats import render_comparison_markdown
+from megatron.reports.table_formats import TextTable, render_comparison_markdown
 from megatron.utils.atomic_io import check_no_foreign_files, folder_lock, write_bytes_atomically, write_page_atomically
 
 MARKER = "<!-- Written by ./deepy.py report: change the records, not this page. -->\n"
@@ -89,6 +89,7 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
     if board is not None:
         tables_of_board = board.build_tables()
         parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in tables_of_board[:1]]
+        parts += [_render_sentences(table) for table in section.text_tables if not table.column_headers]
         for answer in build_answers(board):
             parts.append(f"## {answer.question}\n\n{_break_sentences(' '.join(answer.sentences))}\n")
         parts += [f"## {table.title}\n\n{table.to_markdown()}" for table in tables_of_board[1:]]
@@ -107,7 +108,14 @@ def _render_section(path: Path, index: int, section: ReportSection) -> list[str]
     parts += [depth_map.build_text_table().to_markdown() for depth_map in depth_maps]
     missing_table = build_missing_table(section.tables, own_seeds=section.own_seeds)
     text_tables = [*([] if missing_table is None else [missing_table]), *section.text_tables]
+    if board is not None:
+        text_tables = [table for table in text_tables if table.column_headers]
     return [*parts, *(table.to_markdown() for table in text_tables)]
+
+
+def _render_sentences(table: TextTable) -> str:
+    """Render a table of sentences, such as the differences from the papers, as a list under its title."""
+    return "\n".join([f"## {table.title}\n", *(f"- {sentence}" for sentence, _ in table.rows)]) + "\n"
 
 
 def _describe_picture(tables: Sequence[ComparisonTable]) -> str:

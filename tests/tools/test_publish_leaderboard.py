@@ -25,7 +25,8 @@ def write_runs(folder: Path, copies: int) -> None:
     files = [get_run_file(folder, benchmark, *run) for benchmark in (None, *PLAN.benchmarks) for run in runs]
     digests = {file.relative_to(folder).as_posix(): "digest" for file in files}
     board = Leaderboard("rotary", plan=PLAN)
-    write_experiment(folder / "results.json", Experiment("A board", leaderboard=board, run_digests=digests))
+    experiment = Experiment("A board", differences=("Biases are shared.",), leaderboard=board, run_digests=digests)
+    write_experiment(folder / "results.json", experiment)
     shared = {"train_length": 64, "tokens": 64, "parameters": 1000, "step": 5}
     for number, (method, seed) in enumerate(runs):
         run = f"runs/zoo/{method}/seed_{seed}"
@@ -55,6 +56,8 @@ def test_only_complete_benchmarks_are_published(tmp_path: Path, copies: int, met
     assert ("floor: guess" in {row["method"] for row in rows}) == (copies == 4)
     page = (tmp_path / "zoo.md").read_text(encoding="utf-8")
     assert page.splitlines()[1] == "# A board"
+    assert page.index("\n- Biases are shared.\n") < page.index("## All numbers")
+    assert page.count("Biases are shared") == 1
     assert ("Not ranked, because results are missing here: copy (0 of 4 runs)" in page) == (copies == 3)
     assert (tmp_path / "zoo.html").is_file()
     assert (tmp_path / "zoo.png").is_file()

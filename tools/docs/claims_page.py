@@ -27,7 +27,12 @@ from megatron.reports.records import Record, read_records
 from megatron.reports.significance import SIGNIFICANCE_LEVEL, apply_holm_correction, format_p_value
 from megatron.reports.uncertainty import count_seeds_needed
 from tools.docs import card_page
-from tools.docs.record_configuration import ConfigurationChange, describe_changes, find_configuration_change
+from tools.docs.record_configuration import (
+    LEADERBOARD,
+    ConfigurationChange,
+    describe_changes,
+    find_configuration_change,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/claims.md")
@@ -50,8 +55,9 @@ record. A verdict holds for this size, text and learning rate, and for no other.
 
 - **reproduced**, **contradicted**: the difference is significant, in the direction of the claim or against it.
 - **undecided**: it is not significant, or there is one seed.
-- **outdated record**: a method was trained before its experiment's file set keys that define it, so the record is of
-  another method. It must be measured again before it decides anything.
+- **outdated record**: a method was trained without keys that its experiment's file now sets (for `zoo`: its file in
+  `configs/position/`) and that define it, so the record is of another method. It must be measured again before it
+  decides anything.
 - **not tested**: there is no record.
 
 Ours is the geometric mean of the ratios of equal seeds (for accuracies the mean difference in points), with the 95% t
@@ -176,8 +182,8 @@ def _measure(claim: dict[str, Any]) -> Outcome:
 
 
 def _find_change(name: str, record: Record) -> ConfigurationChange:
-    """Find what has changed since a record in the file of its experiment, if it is of one."""
-    if _read_record_file(name)[1].parent.name != "small":
+    """Find what has changed since a record in the files of its experiment, if it is of one or of the leaderboard."""
+    if name != LEADERBOARD and _read_record_file(name)[1].parent.name != "small":
         return ConfigurationChange({}, is_known=False)
     return find_configuration_change(name, record)
 

@@ -12,6 +12,7 @@ claims.md.
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +27,7 @@ from rich.console import Console  # noqa: E402
 
 from megatron.reports.combine import combine_results, describe_ignored_runs, read_saved_runs  # noqa: E402
 from megatron.reports.leaderboard_benchmarks import TEXT_BENCHMARK, LeaderboardPlan, describe_completeness  # noqa: E402
-from megatron.reports.paper_experiment import Experiment, read_experiment, write_experiment  # noqa: E402
+from megatron.reports.paper_experiment import read_experiment, write_experiment  # noqa: E402
 from megatron.reports.records import RESULTS_FILE, Record, write_records  # noqa: E402
 from megatron.reports.run_records import RunFailure, SavedRuns, write_failures  # noqa: E402
 from megatron.utils.errors import UserError  # noqa: E402
@@ -82,7 +83,7 @@ def publish(runs: Path, output: Path, console: Console, name: str = BOARDS[0]) -
         raise UserError(f"{runs}: {error}") from None
     # Cells of needle maps are most of the records, and the runs' files contain them. Only the HTML page draws them.
     by_length = [record for record in records if record.axis == "length"]
-    published = Experiment(experiment.title, experiment.against, leaderboard=experiment.leaderboard)
+    published = replace(experiment, published=(), own_seeds=False, num_runs=None, run_digests=None)
     for suffix, shown in ((".md", by_length), (".html", records)):
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / RESULTS_FILE

@@ -4,6 +4,9 @@ The folder of an experiment's run is named by a hash of the keys that decide its
 default (`compute_run_identity`). A record therefore proves its configuration: the current one if its hash is the same,
 or else the current one without some keys, which the file has set since. They are found by trying: removing no other
 keys of the current configuration gives the hash of the record.
+
+The leaderboard's runs have no such names. Its methods are compared with their files in configs/position instead, which
+define them as published.
 """
 
 import itertools
@@ -11,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -25,6 +28,8 @@ from megatron.sweeps.spec import read_sweep
 METHOD_SECTION = "position"
 """Section of the keys that define a method. Others are settings of its training."""
 DECAY_KEY = "decay_positions"
+LEADERBOARD, LEADERBOARD_FILES = "zoo", ("quickstart", "zoo")
+METHODS = Path(__file__).resolve().parents[2] / "configs" / "position"
 MAX_REMOVED = 4
 """Largest number of keys that a file is assumed to have set since a record."""
 RUN_FOLDER = re.compile(r".*-(?P<digest>[0-9a-f]{8})")
@@ -59,6 +64,8 @@ def find_configuration_change(experiment: str, record: Record) -> ConfigurationC
         experiment: name of a file in configs/experiment.
         record: record of one of its variants at small size.
     """
+    if experiment == LEADERBOARD:
+        return _compare_with_method_file(record.method)
     folder = "" if record.run is None else PurePath(record.run).parent.name
     corpus = None if record.dataset is None else PurePath(record.dataset).parent
     return _find_change(experiment, record.method, folder, corpus)
@@ -80,6 +87,29 @@ def _find_change(experiment: str, method: str, folder: str, corpus: PurePath | N
             if compute_keys_digest(kept)[: len(found["digest"])] == found["digest"]:
                 return ConfigurationChange({key: keys[key] for key in removed if _affects_method(key, config)})
     return ConfigurationChange({}, is_known=False)
+
+
+@cache
+def _compare_with_method_file(method: str) -> ConfigurationChange:
+    """Find the keys that a method's file in configs/position sets, and the variant of the leaderboard does not."""
+    path = METHODS / f"{method}.yml"
+    config = next((each.config for each in read_sweep(LEADERBOARD_FILES).members if each.variant == method), None)
+    if config is None or not path.is_file():
+        return ConfigurationChange({}, is_known=False)
+    trained = config.get_training_fingerprint(defaults=True)
+    published = {
+        key: value
+        for key, value in yaml.safe_load(path.read_text()).items()
+        if map_key_owners().get(key) == METHOD_SECTION
+    }
+    if options := published.pop("pos_emb_options", {}):
+        (facts,), _ = registry.describe_methods([published["pos_emb"]])
+        set_options = {**facts["options"], **trained["pos_emb_options"]}
+        changed = {name: value for name, value in options.items() if set_options[name] != value}
+        published |= {"pos_emb_options": changed} if changed else {}
+    return ConfigurationChange(
+        {key: value for key, value in published.items() if key == "pos_emb_options" or trained[key] != value}
+    )
 
 
 def _affects_method(key: str, config: Config) -> bool:

@@ -13,6 +13,7 @@ from megatron.reports.records import Record, read_records
 from megatron.reports.report_sentences import describe_environment
 from megatron.reports.table_formats import render_comparison_markdown
 from tools.docs.card_page import format_range
+from tools.docs.record_configuration import find_configuration_change
 
 PAGE = Path("docs/results/small.md")
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "results" / "small"
@@ -31,7 +32,9 @@ AGREEMENT = """## Does the papers' order hold at this size?
 
 Kendall's τ is 1 if both orders of methods are equal, 0 if they are unrelated, and −1 if one is the reverse of the
 other. Intervals are 95% bootstrap intervals over seeds, or over blocks of text for one seed. They resample few seeds,
-and noise lowers τ, so their upper ends are near the estimate. A τ of two or three methods can have few values.
+and noise lowers τ, so their upper ends are near the estimate. A τ of three methods has four possible values.
+† An order contains outdated methods, which the section of its table names: they were trained without keys that now
+define them ([claims.md](../claims.md)).
 
 | published table | methods | seeds | τ at the training length | τ at the longest length |
 |---|--:|--:|---|---|"""
@@ -63,6 +66,13 @@ class RecordedExperiment:
         """Position on the page: by paper, tables before figures, then by number."""
         paper, kind, number = re.fullmatch(r"(\w+)_([tf])(\d+)", self.name).groups()  # type: ignore[union-attr]
         return PAPERS.index(paper), kind == "f", int(number)
+
+    @property
+    def outdated_methods(self) -> tuple[str, ...]:
+        """Methods that were trained without keys that now define them."""
+        first = {record.method: record for record in reversed(self.records)}
+        changes = {method: find_configuration_change(self.name, record) for method, record in first.items()}
+        return tuple(method for method in reversed(changes) if changes[method].redefines_method)
 
     @property
     def tables(self) -> list[ComparisonTable]:
@@ -98,7 +108,8 @@ def _list_agreement_rows(recorded: RecordedExperiment) -> Iterator[str]:
                 continue
             first, last = agreements[0], agreements[-1]
             nearest, longest = (f"{found} ({format_multiple(found.length_ratio)})" for found in (first, last))
-            yield f"| {published.source} | {len(last.methods)} | {last.num_seeds} | {nearest} | {longest} |"
+            mark = " †" if recorded.outdated_methods else ""
+            yield f"| {published.source}{mark} | {len(last.methods)} | {last.num_seeds} | {nearest} | {longest} |"
 
 
 def describe_training(records: Sequence[Record]) -> str:
@@ -116,6 +127,8 @@ def describe_training(records: Sequence[Record]) -> str:
 def _render_section(recorded: RecordedExperiment) -> str:
     title = recorded.experiment.title or recorded.name
     sentence = f"`{recorded.name}`: {describe_training(recorded.records)}"
+    if recorded.outdated_methods:
+        sentence += f" † Outdated, because redefined since: {', '.join(recorded.outdated_methods)}."
     parts = [f"### {title}", textwrap.fill(sentence, 120, break_long_words=False)]
     for table in recorded.tables:
         lines = render_comparison_markdown(table).splitlines()
