@@ -347,9 +347,12 @@ def _resolve_stages(layers: ConfigLayers) -> None:
         stage.resolve_deferred()
         layers.problems += stage.problems
         layers.notes += stage.notes
-        own = {path: value.value for path, value in stage.values.items() if layers.values.get(path) is not value}
-        ends = {name: value for name, value in entry.items() if name in ENDS}
-        entries.append(ends | {".".join(path): value for path, value in own.items()})
+        own = {
+            ".".join(path): value.value for path, value in stage.values.items() if layers.values.get(path) is not value
+        }
+        # In the order of the entry, so that a saved configuration is read and written again without a change.
+        given = {name: own[name] for name in changes if name in own}
+        entries.append({name: value for name, value in entry.items() if name in ENDS} | given | own)
     layers.values[("stages",)] = SourcedValue(entries, setting.where, setting.layer)
 
 
