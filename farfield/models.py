@@ -1,6 +1,7 @@
 """A trained model in a script: its predictions, its position biases and its attention maps.
 
-Results agree with those of the command line: losses with `evaluate`, texts with `generate`, and maps with `analyze`.
+Results agree with those of the command line: the loss of a target with `evaluate` (which may score fewer targets of a
+text, `docs/evaluation.md`), texts with `generate`, and maps with `analyze`.
 Arrays are NumPy arrays.
 """
 
@@ -160,7 +161,9 @@ class Model:
             text: a text or its tokens; bytes with the bytes tokenizer.
             length: tokens per window; the training length if None.
             stride: score only the last `stride` targets of each window, and advance windows by `stride`. Every target
-                then has at least length − stride tokens of context.
+                then has more than length − stride tokens of context, and the first length − stride targets of the text
+                are not scored. `evaluate` with protocol strided scores the same windows, except those of an incomplete
+                block at the end.
 
         Raises:
             UserError: the text is shorter than a window, or the window exceeds the positions that the model supports.
