@@ -237,8 +237,8 @@ def _note_linear_decay(config: Config, layers: ConfigLayers) -> None:
     if layers.has_foreign_keys and optimizer.lr_decay_style == "linear" and optimizer.min_lr > 0:
         where = layers.locate(("lr_decay_style",)) or layers.locate(("min_lr",))
         layers.notes.append(
-            f"{where}: lr_decay_style linear reaches min_lr {optimizer.min_lr:g} at the last step, as in "
-            "Megatron-LM; GPT-NeoX decays toward 0 and stops at min_lr"
+            f"{where}: lr_decay_style linear decays to min_lr {optimizer.min_lr:g}, as in Megatron-LM; "
+            "GPT-NeoX decays toward 0 and stops at min_lr"
         )
 
 
