@@ -207,9 +207,9 @@ def test_the_processor_of_the_page_obeys_the_laws(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(from megatron\.position.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     (words,) = re.findall(r"^FARFIELD_METHODS=my_methods \.venv/bin/python -m (pytest .*)$", page, flags=re.MULTILINE)
-    (path,) = re.findall(r"`my_methods/(processors/\w+\.py)`", page)
+    (name,) = re.findall(r"^The processor `(\w+)` is one such file", page, flags=re.MULTILINE)
     (tmp_path / "processors").mkdir()
-    (tmp_path / path).write_text(code, encoding="utf-8")
+    (tmp_path / "processors" / f"{name}.py").write_text(code, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", *words.split(), "-p", "no:cacheprovider"],
         cwd=ROOT,

@@ -312,11 +312,11 @@ def _check_processor(processor: Processor) -> None:
     maps = (1, dims.num_heads, 1, 1)
     scores, visible = torch.zeros(maps, device=device), torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     bias = torch.zeros(maps[1:], device=device) if processor.has_bias else None
-    summed = [x if x is None else x[..., processor.summed_heads, :, :] for x in (scores, bias)]
+    summed = scores[:, processor.summed_heads], None if bias is None else bias[processor.summed_heads]
     output = torch.zeros(1, dims.num_heads, 1, dims.head_dim, device=device)
     calls: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
         "forward": (lambda: processor(scores, bias, visible), maps),
-        "row_terms": (lambda: processor.row_terms(summed[0], summed[1], visible, one, one), (1, 1, 1)),
+        "row_terms": (lambda: processor.row_terms(*summed, visible, one, one), (1, 1, 1)),
         "apply_row_sums": (lambda: processor.apply_row_sums(scores, scores[:, 0]), maps),
         "process_weights": (lambda: processor.process_weights(scores, visible), maps),
         "process_output": (lambda: processor.process_output(output), tuple(output.shape)),
