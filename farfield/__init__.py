@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from farfield.commands import analyze, evaluate, list_methods, prepare, read_results, sweep, train
     from farfield.models import AttentionMaps, Model, TokenLosses, load
-    from megatron.utils.errors import RunError, UserError
+    from megatron.utils.errors import FarfieldWarning, RunError, UserError
 
 _MODULES = {
     "farfield.commands": ("analyze", "evaluate", "list_methods", "prepare", "read_results", "sweep", "train"),
     "farfield.models": ("AttentionMaps", "Model", "TokenLosses", "load"),
-    "megatron.utils.errors": ("RunError", "UserError"),
+    "megatron.utils.errors": ("FarfieldWarning", "RunError", "UserError"),
 }
 __all__ = [
-    "AttentionMaps", "Model", "RunError", "TokenLosses", "UserError", "analyze", "evaluate", "list_methods", "load",
-    "prepare", "read_results", "sweep", "train",
+    "AttentionMaps", "FarfieldWarning", "Model", "RunError", "TokenLosses", "UserError", "analyze", "evaluate",
+    "list_methods", "load", "prepare", "read_results", "sweep", "train",
 ]  # fmt: skip
 
 

@@ -150,11 +150,12 @@ def evaluate(
 
 @report_argument_errors
 def read_results(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a results.json file, or of a folder that contains one.
+    """Return the records of a results.json file, of a folder that contains one, or of a folder with a file per run.
 
     Raises UserError if the file is missing or does not contain records.
     """
-    from megatron.reports.records import RESULTS_FILE, read_records
+    from megatron.reports.combine import read_result_files
+    from megatron.reports.records import RESULTS_FILE
     from megatron.utils.formatting import suggest_path
 
     file = Path(to_path("path", path))
@@ -162,7 +163,8 @@ def read_results(path: str | Path) -> list[dict[str, Any]]:
         raise UserError(
             f"path is {file}, which does not exist; {suggest_path(file)}give a {RESULTS_FILE} or its folder"
         )
-    return [record.to_row() for record in read_records(file / RESULTS_FILE if file.is_dir() else file)]
+    records_by_path, _ = read_result_files([file])
+    return [record.to_row() for records in records_by_path.values() for record in records]
 
 
 @report_argument_errors

@@ -1,6 +1,7 @@
 """A trained model in a script: its predictions, its position biases and its attention maps.
 
-Results agree with those of the command line: losses with `evaluate`, texts with `generate`, and maps with `analyze`.
+Results agree with those of the command line: the loss of a target with `evaluate` (which may score fewer targets of a
+text, `docs/evaluation.md`), texts with `generate`, and maps with `analyze`.
 Arrays are NumPy arrays.
 """
 
@@ -160,7 +161,9 @@ class Model:
             text: a text or its tokens; bytes with the bytes tokenizer.
             length: tokens per window; the training length if None.
             stride: score only the last `stride` targets of each window, and advance windows by `stride`. Every target
-                then has at least length − stride tokens of context.
+                then has more than length − stride tokens of context, and the first length − stride targets of the text
+                are not scored. `evaluate` with protocol strided scores the same windows, except those of an incomplete
+                block at the end.
 
         Raises:
             UserError: the text is shorter than a window, or the window exceeds the positions that the model supports.
@@ -353,9 +356,9 @@ class Model:
             raise UserError(f"the model supports {max_length:,} positions; a window of {length:,} tokens is too long")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenLosses:
-    """Losses of the tokens of a text, by window."""
+    """Losses of the tokens of a text, by window. Equality is identity, because arrays have no truth value."""
 
     length: int
     """Number of tokens per window."""
@@ -363,6 +366,10 @@ class TokenLosses:
     """Target tokens, int64 [windows, targets]."""
     values: np.ndarray
     """Losses −log p of the targets in nats, float64 [windows, targets]."""
+
+    def __repr__(self) -> str:
+        windows, targets = self.values.shape
+        return f"<TokenLosses: {windows:,} windows × {targets:,} targets, loss {self.loss:.4f} nats per token>"
 
     @property
     def losses(self) -> np.ndarray:
@@ -384,9 +391,12 @@ class TokenLosses:
         return mean
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionMaps:
-    """Attention maps of one layer for one window, float32 [heads, queries, keys]; NaN for hidden keys."""
+    """Attention maps of one layer for one window, float32 [heads, queries, keys]; NaN for hidden keys.
+
+    Equality is identity, because arrays have no truth value.
+    """
 
     scores: np.ndarray
     """Scores q·k/√d with weights and contextual terms, before bias and score processor."""
@@ -396,6 +406,11 @@ class AttentionMaps:
     """Logits: scores plus bias, after the score processor if there is one."""
     weights: np.ndarray
     """Attention weights after the softmax."""
+
+    def __repr__(self) -> str:
+        heads, queries, keys = self.weights.shape
+        bias = "no bias" if self.bias is None else "a bias"
+        return f"<AttentionMaps: {heads} heads × {queries:,} queries × {keys:,} keys, {bias}>"
 
     @property
     def processor_term(self) -> np.ndarray:

@@ -15,6 +15,7 @@ from documented import list_commands
 from megatron.cli.app import app
 from megatron.cli.arguments import split_arguments
 from megatron.config.load import find_config, load_config
+from megatron.sweeps.spec import read_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -54,6 +55,11 @@ COMMANDS = [
     pytest.param(words, id=f"{page.relative_to(ROOT)}: {' '.join(words)}"[:110])
     for page in PAGES
     for words in list_commands(page.read_text(encoding="utf-8"))
+] + [
+    pytest.param(words, id=f"{file.relative_to(ROOT)}: {' '.join(words)}"[:110])
+    for file in sorted((ROOT / "configs").rglob("*.yml"))
+    for words in list_commands(file.read_text(encoding="utf-8").replace("\n#", "\n "))
+    if words[1] == "sweep"
 ]
 
 
@@ -86,8 +92,11 @@ def check_command(words: list[str], folder: Path) -> None:
             write_readers_file(folder / file, is_task=any(pair.startswith("task=") for pair in overrides))
         load_config([file for file in files if file != "…"], overrides)
     elif name == "sweep":
+        readers = {*READERS_SWEEPS, *READERS_OVERLAYS}.intersection(files)
         for file in files:
-            assert file in (*READERS_SWEEPS, *READERS_OVERLAYS) or find_config(ROOT / file if "/" in file else file)
+            assert file in readers or find_config(ROOT / file if "/" in file else file)
+        if not readers:
+            read_sweep([ROOT / file if "/" in file else file for file in files], overrides)
 
 
 def write_readers_file(path: Path, *, is_task: bool) -> None:
@@ -129,6 +138,7 @@ def test_a_command_that_needs_nothing_runs(
         "./deepy.py train 125M no_such_overlay",
         "./deepy.py train 125M num_layrs=3",
         "./deepy.py train 125M num_layers=three",
+        "./deepy.py sweep 162M slurm_a100 paper kerple_t3 train_batch_size=30",
         "make no-such-target",
         ".venv/bin/python tools/nothing.py",
     ],

@@ -200,3 +200,22 @@ def test_the_installed_command_takes_what_the_page_shows(tmp_path: Path) -> None
         assert len(done.stdout) > 50
     (extra,) = re.findall(r"^pip install '\.\[(\w+)\]'$", page, flags=re.MULTILINE)
     assert f"optional-dependencies.{extra} " in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_processor_of_the_page_obeys_the_laws(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(from megatron\.position.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    (words,) = re.findall(r"^FARFIELD_METHODS=my_methods \.venv/bin/python -m (pytest .*)$", page, flags=re.MULTILINE)
+    (name,) = re.findall(r"^The processor `(\w+)` is one such file", page, flags=re.MULTILINE)
+    (tmp_path / "processors").mkdir()
+    (tmp_path / "processors" / f"{name}.py").write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", *words.split(), "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env={**os.environ, "FARFIELD_METHODS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 40

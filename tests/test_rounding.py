@@ -104,6 +104,41 @@ def test_gradients_are_disturbed_as_well_and_the_same_every_time() -> None:
     assert 0 < (first - gradient()).abs().max() < 1e-4
 
 
+COMMON_FUNCTIONS = {
+    "mean": lambda x: x.mean(1),
+    "mean of all": lambda x: x.square().mean(),
+    "amax": lambda x: x.amax(1) * x.exp2().amin(1),
+    "max": lambda x: x.max(1).values + x.min(1).values,
+    "topk": lambda x: x.topk(3, 1).values.square(),
+    "tril": lambda x: (x @ x.T).tril(),
+    "norm": lambda x: x.norm(dim=1),
+    "exp2": torch.exp2,
+    "expm1": lambda x: torch.expm1(x) + torch.log2(x.abs()),
+    "sigmoid": torch.sigmoid,
+    "silu": torch.nn.functional.silu,
+    "softplus": torch.nn.functional.softplus,
+    "log_softmax": lambda x: torch.log_softmax(x, 1),
+    "logsigmoid": lambda x: -torch.nn.functional.softplus(-x),
+}
+
+
+@pytest.mark.parametrize("name", COMMON_FUNCTIONS)
+def test_common_functions_have_rules_that_find_faults(name: str) -> None:
+    terms = 3 * torch.randn(40, 100, generator=torch.Generator().manual_seed(6))
+
+    def compute(dtype: torch.dtype) -> Results:
+        x = terms.to(dtype).requires_grad_()
+        out = COMMON_FUNCTIONS[name](x)
+        return {"out": out.detach(), "grad": torch.autograd.grad(out.square().sum(), x)[0]}
+
+    found = compute(torch.float32)
+    assert_within_rounding(found, lambda: compute(torch.float64), torch.float32)
+    for result in found:
+        faulty = found | {result: found[result] * (1 + 1e-4)}
+        ratios = compute_error_ratio(faulty, lambda: compute(torch.float64), torch.float32)
+        assert ratios[result] > SAFETY_FACTOR
+
+
 def test_an_operation_without_a_rule_is_no_exact_one() -> None:
     message = r"^aten\.erf\.default has no rounding rule"
     with RoundingMode(torch.float32, 0), pytest.raises(NotImplementedError, match=message):

@@ -239,7 +239,7 @@ class PruneResult:
     """Number of undamaged checkpoints that were kept."""
 
 
-def prune_with_verification(run: Path, count: int, protected_steps: Collection[int]) -> PruneResult:
+def verify_and_prune(run: Path, count: int, protected_steps: Collection[int]) -> PruneResult:
     """Delete checkpoints older than the newest `count` undamaged ones; those of `protected_steps` are kept.
 
     Every byte of the kept checkpoints is compared with the manifest. Damaged checkpoints are not counted, and are

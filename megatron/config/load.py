@@ -237,8 +237,8 @@ def _note_linear_decay(config: Config, layers: ConfigLayers) -> None:
     if layers.has_foreign_keys and optimizer.lr_decay_style == "linear" and optimizer.min_lr > 0:
         where = layers.locate(("lr_decay_style",)) or layers.locate(("min_lr",))
         layers.notes.append(
-            f"{where}: lr_decay_style linear reaches min_lr {optimizer.min_lr:g} at the last step, as in "
-            "Megatron-LM; GPT-NeoX decays toward 0 and stops at min_lr"
+            f"{where}: lr_decay_style linear decays to min_lr {optimizer.min_lr:g}, as in Megatron-LM; "
+            "GPT-NeoX decays toward 0 and stops at min_lr"
         )
 
 
@@ -347,9 +347,12 @@ def _resolve_stages(layers: ConfigLayers) -> None:
         stage.resolve_deferred()
         layers.problems += stage.problems
         layers.notes += stage.notes
-        own = {path: value.value for path, value in stage.values.items() if layers.values.get(path) is not value}
-        ends = {name: value for name, value in entry.items() if name in ENDS}
-        entries.append(ends | {".".join(path): value for path, value in own.items()})
+        own = {
+            ".".join(path): value.value for path, value in stage.values.items() if layers.values.get(path) is not value
+        }
+        # In the order of the entry, so that a saved configuration is read and written again without a change.
+        given = {name: own[name] for name in changes if name in own}
+        entries.append({name: value for name, value in entry.items() if name in ENDS} | given | own)
     layers.values[("stages",)] = SourcedValue(entries, setting.where, setting.layer)
 
 

@@ -66,7 +66,7 @@ class ParallelSizes:
         return coordinates
 
     def find_first_rank_of_data(self, data: int) -> int | None:
-        """Return the first rank that reads the sequences of a data index; None if the index is out of range."""
+        """Return the lowest rank with a data-parallel index, or None if no rank has this index."""
         return self.tensor * self.context * data if data < self.data else None
 
     def list_groups(self, *dimensions: Dimension) -> list[tuple[int, ...]]:

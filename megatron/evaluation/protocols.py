@@ -21,8 +21,9 @@ protocols guarantee that **every length is scored on the same target tokens**, s
     tokens including the last target, so L = trunc_len + sliding_window − 1 and c = trunc_len. Its long context is
     the text from the start of the largest window. c = 1 is `nonoverlapping`.
 `strided`
-    The last s targets of windows that begin s tokens apart. A span of the stream is scored without gaps, and each
-    target has at least L − s tokens of context. s = 1 encodes a new window for every token (the sliding evaluation
+    The last s targets of windows that begin s tokens apart. A span of the stream is scored without gaps: from the
+    last s targets of the first window of the largest length on, in whole blocks of that length. Each target has at
+    least L − s + 1 tokens of context. s = 1 encodes a new window for every token (the sliding evaluation
     of 2307.10156, figure 1). Larger strides are common for books (Press et al., 2108.12409; the value 256 of
     long-context papers is *unchecked*). It costs L / s times as much as `nonoverlapping`.
 

@@ -10,7 +10,7 @@ They are fitted to separate sequences and scored on those of the evaluation, so 
     constant        the most frequent answer everywhere
     position        the most frequent answer at each position; it depends on position and length, but not on tokens
 
-Tasks define other predictors, which read tokens but do not solve the task (`Task.predict_trivially`).
+Tasks define other predictors, which read tokens but do not solve the task (`Task.compute_baseline_predictions`).
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def measure_baseline_correctness(task: Task, fitted: TaskBatch, scored: TaskBatc
         POSITION: (labels == by_position) & scored.accuracy_mask,
         **{
             name: (answers == scored.labels) & scored.accuracy_mask
-            for name, answers in task.predict_trivially(scored).items()
+            for name, answers in task.compute_baseline_predictions(scored).items()
         },
     }
 

@@ -318,7 +318,7 @@ def prune_and_report(run: Path, keep: int, log: Callable[[str], None]) -> None:
     Raises UserError (see `list_checkpoint_infos`).
     """
     run_folder.list_checkpoint_infos(run, checksums=False)  # raises if it is not a run
-    result = run_folder.prune_with_verification(run, keep, _list_extra_save_steps(run))
+    result = run_folder.verify_and_prune(run, keep, _list_extra_save_steps(run))
     for path in result.deleted:
         log(f"deleted {path}")
     for path, problem in result.damaged:

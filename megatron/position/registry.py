@@ -83,7 +83,20 @@ def _load_class_of_file(folder: str, name: str, base: type[ModuleT], path: Path,
             hooks,
             takes_positions=classes[0].takes_positions,
         )
+    else:
+        _check_function_names(path, classes[0], base)
     return classes[0]
+
+
+def _check_function_names(path: Path, method: type[PositionModule], base: type[PositionModule]) -> None:
+    """Check that no function of a processor or temperature is a misspelled one of the base class."""
+    known = [name for name in {**vars(PositionModule), **vars(base)} if not name.startswith("_")]
+    for name in (name for name, value in vars(method).items() if inspect.isfunction(value)):
+        if name not in known and (matches := difflib.get_close_matches(name, known, 1, cutoff=0.75)):
+            raise MethodFileError(
+                f"{format_path(path)}: {method.__name__}.{name} is not a function of a {base.__name__.lower()}; "
+                f"did you mean {matches[0]}?"
+            )
 
 
 def _import_file(folder: str, name: str, path: Path) -> ModuleType:
@@ -174,6 +187,7 @@ def build_processor(
         raise MethodFileError(
             f"{_describe(type(processor))} has both preceding_rows and row_terms; only one is allowed"
         )
+    _check_processor(processor)
     return processor
 
 
@@ -216,6 +230,7 @@ def describe_methods(names: Collection[str]) -> tuple[list[dict[str, Any]], list
         for name in (name for name in method_names if name in names):
             try:
                 method: type[PositionModule] = load_class(name)
+                _check_description(method)
             except MethodFileError as error:
                 errors.append(str(error))
                 continue
@@ -234,8 +249,14 @@ def describe_methods(names: Collection[str]) -> tuple[list[dict[str, Any]], list
     return records, errors
 
 
+def _check_description(method: type[PositionModule]) -> None:
+    for name in ("formula", "source", "advice"):
+        if not isinstance(getattr(method, name, None), str):
+            raise MethodFileError(f"{_describe(method, name)} is missing; it describes the method in a string")
+
+
 def check_hook_results(encoding: Encoding) -> None:
-    """Call each implemented hook for one token, and check its result.
+    """Call each implemented hook of an encoding for one token, and check its result.
 
     Raises:
         MethodFileError: names the file, the class, the hook and the expected result.
@@ -266,37 +287,78 @@ def check_hook_results(encoding: Encoding) -> None:
             f"{_describe(type(encoding))}: its max_length is {encoding.max_length}, but has_position_table is "
             f"{encoding.has_position_table}"
         )
-    with torch.no_grad():
-        for hook in (hook for hook in HOOKS if type(encoding).overrides_hook(hook)):
-            try:
-                result = calls[hook]()
-            except Exception as error:
-                message = f"{_describe(type(encoding), hook)} raised {type(error).__name__}: {error}"
-                raise MethodFileError(" ".join(message.split())) from error
-            if hook in ("table", "dense"):
-                _check_terms(encoding, hook, result, shapes[hook])
-            elif result is not None or hook in ("rotate", "gate"):
-                _check_tensor(encoding, hook, result, shapes[hook])
-                if hook == "rotate" and not encoding.rotates_alike:
-                    _check_tensor(encoding, "rotate_keys", encoding.rotate_keys(q, one), shapes[hook])
+    for hook in (hook for hook in HOOKS if type(encoding).overrides_hook(hook)):
+        result = _call_for_one_token(encoding, hook, calls[hook])
+        if hook in ("table", "dense"):
+            _check_terms(encoding, hook, result, shapes[hook])
+        elif result is not None or hook in ("rotate", "gate"):
+            _check_tensor(encoding, hook, result, shapes[hook])
+            if hook == "rotate" and not encoding.rotates_alike:
+                keys = _call_for_one_token(encoding, "rotate_keys", lambda: encoding.rotate_keys(q, one))
+                _check_tensor(encoding, "rotate_keys", keys, shapes[hook])
+    _check_flops(encoding, "product_flops", lambda: encoding.product_flops(1.0))
     if type(encoding).overrides_hook("gate") and not encoding.adds_bias:
         name = _describe(type(encoding), "gate")
         raise MethodFileError(f"{name} returns a bias, but {type(encoding).__name__}.adds_bias is False")
 
 
+def _check_processor(processor: Processor) -> None:
+    """Call the functions of a processor for one token, and check their results.
+
+    Raises as `check_hook_results` does.
+    """
+    dims, one = processor.dims, TokenRange(0, 1)
+    device = next(processor.parameters(), torch.empty(0)).device
+    maps = (1, dims.num_heads, 1, 1)
+    scores, visible = torch.zeros(maps, device=device), torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    bias = torch.zeros(maps[1:], device=device) if processor.has_bias else None
+    summed = scores[:, processor.summed_heads], None if bias is None else bias[processor.summed_heads]
+    output = torch.zeros(1, dims.num_heads, 1, dims.head_dim, device=device)
+    calls: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+        "forward": (lambda: processor(scores, bias, visible), maps),
+        "row_terms": (lambda: processor.row_terms(*summed, visible, one, one), (1, 1, 1)),
+        "apply_row_sums": (lambda: processor.apply_row_sums(scores, scores[:, 0]), maps),
+        "process_weights": (lambda: processor.process_weights(scores, visible), maps),
+        "process_output": (lambda: processor.process_output(output), tuple(output.shape)),
+    }
+    needed = {"forward"} | ({"apply_row_sums"} if processor.overrides("row_terms") else set())
+    for function, (call, shape) in calls.items():
+        if function in needed or processor.overrides(function):
+            _check_tensor(processor, function, _call_for_one_token(processor, function, call), shape)
+    _check_flops(processor, "flops_per_score", processor.flops_per_score)
+
+
+def _check_flops(module: PositionModule, function: str, call: Callable[[], Any]) -> None:
+    """Check that a function of a method returns a finite number that is not negative."""
+    flops = _call_for_one_token(module, function, call)
+    if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 <= flops < math.inf:
+        raise MethodFileError(f"{_describe(type(module), function)} returns {flops!r}; it must be a number, at least 0")
+
+
 def _check_factors(temperature: Temperature) -> None:
     """Compute the factors of one row, and check the result."""
     device = next(temperature.parameters(), torch.empty(0)).device
-    name = _describe(type(temperature), "forward")
-    with torch.no_grad():
-        try:
-            result = temperature(torch.zeros(1, device=device), torch.ones(1, device=device))
-        except Exception as error:
-            raise MethodFileError(" ".join(f"{name} raised {type(error).__name__}: {error}".split())) from error
+    row = torch.zeros(1, device=device), torch.ones(1, device=device)
+    result = _call_for_one_token(temperature, "forward", lambda: temperature(*row))
     num_heads = temperature.dims.num_heads
     if not isinstance(result, Tensor) or tuple(result.shape) not in ((1, 1), (num_heads, 1)):
         shape = list(result.shape) if isinstance(result, Tensor) else _describe_type(result)
-        raise MethodFileError(f"{name} returns {shape} for one row; it must be [{num_heads}, 1] or [1, 1]")
+        raise MethodFileError(
+            f"{_describe(type(temperature), 'forward')} returns {shape} for one row; it must be [{num_heads}, 1] or "
+            "[1, 1]"
+        )
+
+
+def _call_for_one_token(module: PositionModule, function: str, call: Callable[[], Any]) -> Any:
+    """Call a function of a method without gradients. Raises MethodFileError if it fails or is not implemented."""
+    name = _describe(type(module), function)
+    try:
+        with torch.no_grad():
+            return call()
+    except NotImplementedError as error:
+        raise MethodFileError(f"{name} is not implemented") from error
+    except Exception as error:
+        raise MethodFileError(" ".join(f"{name} raised {type(error).__name__}: {error}".split())) from error
 
 
 def _check_terms(encoding: Encoding, hook: str, result: object, shape: tuple[int, ...]) -> None:
@@ -314,13 +376,13 @@ def _check_terms(encoding: Encoding, hook: str, result: object, shape: tuple[int
             _check_tensor(encoding, hook, value, shape)
 
 
-def _check_tensor(encoding: Encoding, hook: str, result: object, shape: tuple[int, ...]) -> None:
-    name = _describe(type(encoding), hook)
+def _check_tensor(module: PositionModule, function: str, result: object, shape: tuple[int, ...]) -> None:
+    name = _describe(type(module), function)
     if not isinstance(result, Tensor):
         raise MethodFileError(f"{name} must return a tensor of the shape {list(shape)}, not {_describe_type(result)}")
     if tuple(result.shape) != shape:
         raise MethodFileError(
-            f"{name} returns the shape {list(result.shape)} for one token of {encoding.dims.num_heads} heads; it must "
+            f"{name} returns the shape {list(result.shape)} for one token of {module.dims.num_heads} heads; it must "
             f"be {list(shape)}"
         )
     if not result.is_floating_point():

@@ -84,7 +84,7 @@ def combine_results(
         _check_output_page(output)
     if figure is not None:
         _check_figure(figure)
-    records_by_path, saved_runs = _read_results(result_paths)
+    records_by_path, saved_runs = read_result_files(result_paths)
     experiments = _read_experiments(records_by_path)
     sections = _build_sections(records_by_path, experiments, saved_runs, against, max_change)
     if output is not None and output.suffix == MARKDOWN_SUFFIX:
@@ -139,7 +139,7 @@ def build_sections(
     Args:
         is_complete: False if more results will follow; the method to compare with may then be missing.
     """
-    records_by_path, saved_runs = _read_results(result_paths)
+    records_by_path, saved_runs = read_result_files(result_paths)
     if not is_complete and against not in {record.method for found in records_by_path.values() for record in found}:
         against = None
     experiments = _read_experiments(records_by_path)
@@ -203,10 +203,13 @@ def _render_figures(
     }
 
 
-def _read_results(result_paths: Sequence[Path]) -> tuple[dict[Path, list[Record]], dict[Path, SavedRuns]]:
+def read_result_files(result_paths: Sequence[Path]) -> tuple[dict[Path, list[Record]], dict[Path, SavedRuns]]:
     """Read the records of files and folders. A folder has results.json, or a file for each run (`run_records.py`).
 
     Companion files (experiment, failed runs) are read with their records.
+
+    Raises:
+        UserError: a file cannot be read, or a folder contains no records or several results.
 
     Returns:
         Records by file; for a folder with a file for each run, by the results.json that it would have. Then the saved

@@ -154,7 +154,7 @@ class IntervalMetrics:
         z_share = None if self._z_losses is None or not self.counted else float(self._z_losses) / self.counted
         z_loss = None if z_share is None else sum_over_batch(self._groups, z_share)
         self.last_loss = loss if loss is not None else self.last_loss
-        times, memory = exchange_times(self._groups, self._measure_times(), get_peak_memory(self._groups.device))
+        times, memory = exchange_times(self._groups, self._measure_times(), get_peak_memory_gib(self._groups.device))
         sizes = self._groups.mesh.sizes
         stages = [Mesh(rank, sizes).pipeline.index for rank in range(self._groups.world_size)]
         ranks = compare_ranks(times, stages, self._micro_batches)
@@ -208,7 +208,9 @@ def find_peak_tflops(device: torch.device, precision: str, configured: float | N
     return None if spec is None else spec.get_peak_tflops(precision)
 
 
-def measure_matmul_tflops(device: torch.device, precision: str, *, rows: int, inner: int, columns: int) -> float:
+def measure_matmul_flops_per_second(
+    device: torch.device, precision: str, *, rows: int, inner: int, columns: int
+) -> float:
     """Measure the FLOP/s of a product [rows, inner] · [inner, columns], in a few hundredths of a second.
 
     Rows beyond those that fill the device are skipped, because they would only take longer.
@@ -230,7 +232,7 @@ def measure_matmul_tflops(device: torch.device, precision: str, *, rows: int, in
     return 2.0 * rows * inner * columns * repeats / max(measure_seconds(repeats), 1e-9)
 
 
-def get_peak_memory(device: torch.device) -> float:
+def get_peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory so far, in GiB: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30

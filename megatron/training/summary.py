@@ -25,7 +25,7 @@ from megatron.options.model import get_ffn_hidden_size
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.planning.model_costs import plan_model
 from megatron.training.check_resources import find_start_step
-from megatron.training.metrics import measure_matmul_tflops
+from megatron.training.metrics import measure_matmul_flops_per_second
 from megatron.training.pipeline import compute_bubble
 from megatron.training.training_run import TrainingRun
 from megatron.utils.errors import FarfieldError
@@ -40,7 +40,7 @@ def estimate_seconds(run: TrainingRun, step: int) -> float:
     slower, so the true time is longer: typically twice as long, and many times as long for a small model.
     """
     training, model = run.config.training, run.config.model
-    speed = measure_matmul_tflops(
+    speed = measure_matmul_flops_per_second(
         run.groups.device,
         training.compute_dtype,
         rows=training.train_micro_batch_size_per_gpu * model.seq_length,

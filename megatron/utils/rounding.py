@@ -104,7 +104,7 @@ class RoundingMode(TorchDispatchMode):
         if not out.is_floating_point():
             return out
         if packet not in UNITS_BY_OP:
-            raise NotImplementedError(f"{func} has no rounding rule in {__file__}")
+            raise NotImplementedError(f"{func} has no rounding rule; add it to the rules of {__file__}")
         disturbed = self.perturb(out, UNITS_BY_OP[packet])
         if self.rounds_every_op:
             disturbed = self.store(disturbed)
@@ -121,6 +121,8 @@ EXACT_OPS = {
     *(aten.empty_like, aten.full_like, aten.ones, aten.empty, aten.fill_, aten.zero_, aten.stack, aten.lift_fresh),
     *(aten.masked_fill_, aten.clamp_min, aten.sgn, aten.split, aten.unbind, aten.new_full, aten.new_empty_strided),
     *(aten.flip, aten.unfold, aten.gather, aten.floor, aten.index_select, aten.split_with_sizes, aten.as_strided),
+    *(aten.max, aten.min, aten.amax, aten.amin, aten.sort, aten.topk, aten.tril, aten.triu, aten.roll, aten.repeat),
+    *(aten.clamp_max, aten.ceil, aten.round, aten.trunc, aten.sign, aten.scatter, aten.diagonal, aten.new_ones),
 }
 ARITHMETIC_OPS = (
     *(aten.add, aten.add_, aten.sub, aten.mul, aten.mul_, aten.div, aten.div_, aten.reciprocal, aten.rsub),
@@ -128,7 +130,7 @@ ARITHMETIC_OPS = (
 )
 ELEMENTARY_OPS = (
     *(aten.exp, aten.log, aten.log1p, aten.pow, aten.cos, aten.sin, aten.sigmoid, aten.tanh),
-    *(aten.softplus, aten.softplus_backward),
+    *(aten.softplus, aten.softplus_backward, aten.exp2, aten.expm1, aten.log2, aten.silu),
 )
 UNITS_BY_OP = dict.fromkeys(ARITHMETIC_OPS, 1.0) | dict.fromkeys(ELEMENTARY_OPS, ELEMENTARY_UNITS)
 """Error of elementwise operations in units of roundoff."""
@@ -138,6 +140,16 @@ def _sum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Ten
     x, *rest = args
     out = func(x, *rest, **kwargs)
     return mode.perturb_sum(out, x.numel() / out.numel(), func(x.abs(), *rest, **kwargs))
+
+
+def _mean(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+    return mode.perturb(_sum(mode, func, args, kwargs))
+
+
+def _vector_norm(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+    """Perturb a norm: its terms have one sign, so that its error is relative."""
+    out = func(*args, **kwargs)
+    return mode.perturb(out, math.sqrt(args[0].numel() / out.numel()) + ELEMENTARY_UNITS)
 
 
 def _cumsum(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
@@ -214,6 +226,35 @@ def _tanh_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: A
     return mode.perturb(gradient * mode.perturb(1 - mode.perturb(tangent.square())))
 
 
+def _sigmoid_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+    """Perturb the sigmoid's backward pass: 1 − σ cancels if σ is near 1."""
+    gradient, gate = args
+    return mode.perturb(gradient * mode.perturb(gate * mode.perturb(1 - gate)))
+
+
+def _silu_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+    """Perturb the two terms of the derivative σ + x·σ·(1 − σ), which cancel near x = −1.28."""
+    gradient, x = args
+    gate = mode.perturb(torch.sigmoid(x), ELEMENTARY_UNITS)
+    return mode.perturb(gradient * (gate + mode.perturb(x * gate * mode.perturb(1 - gate), 2)))
+
+
+def _log_softmax(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+    """Perturb the common logarithm of each row, and the subtraction."""
+    x, dim, *_ = args
+    total = torch.logsumexp(x, dim, keepdim=True)
+    units = math.sqrt(x.shape[dim]) + ELEMENTARY_UNITS + total.abs()
+    return mode.perturb(func(*args, **kwargs) + units * mode.draw_noise(total))
+
+
+def _log_softmax_backward(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
+    gradient, logarithm, dim, *_ = args
+    total = mode.perturb_sum(
+        gradient.sum(dim, keepdim=True), logarithm.shape[dim], gradient.abs().sum(dim, keepdim=True)
+    )
+    return mode.perturb(gradient - mode.perturb(logarithm.exp() * total, ELEMENTARY_UNITS))
+
+
 def _logsumexp(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) -> Tensor:
     x, dim, *rest = args
     out = func(mode.perturb(x, 2), dim, *rest)
@@ -222,6 +263,8 @@ def _logsumexp(mode: RoundingMode, func: Any, args: Sequence[Any], kwargs: Any) 
 
 RULES_BY_OP: dict[Any, Callable[[RoundingMode, Any, Sequence[Any], Any], Any]] = {
     aten.sum: _sum,
+    aten.mean: _mean,
+    aten.linalg_vector_norm: _vector_norm,
     aten.cumsum: _cumsum,
     aten.mm: _product,
     aten.bmm: _product,
@@ -232,7 +275,11 @@ RULES_BY_OP: dict[Any, Callable[[RoundingMode, Any, Sequence[Any], Any], Any]] =
     aten._unsafe_index_put: _index_put,
     aten._softmax: _softmax,
     aten._softmax_backward_data: _softmax_backward,
+    aten._log_softmax: _log_softmax,
+    aten._log_softmax_backward_data: _log_softmax_backward,
     aten.logsumexp: _logsumexp,
+    aten.sigmoid_backward: _sigmoid_backward,
+    aten.silu_backward: _silu_backward,
     aten.tanh_backward: _tanh_backward,
 }
 

@@ -19,7 +19,8 @@ from megatron.checkpoint.run_folder import (
     get_config_path,
     save_config,
 )
-from megatron.config.load import read_config
+from megatron.config.execution import resolve_config
+from megatron.config.load import load_config, read_config
 from megatron.utils.errors import UserError
 
 OWN = "# my notes: lr from the paper's appendix\nnum_layers: 1   # small\n"
@@ -109,6 +110,19 @@ def test_a_run_replaces_generated_files_unless_edited(tmp_path: Path) -> None:
     own.write_text(changed)
     save_config(config, tmp_path)
     assert own.read_text() == changed
+
+
+def test_a_staged_run_replaces_its_own_configuration_in_any_order_of_keys(tmp_path: Path) -> None:
+    stage = (
+        "pos_emb_options.base: 50000, train_batch_size: 8, lr_decay_style: linear, lr: 1e-4, seq_length: 32, "
+        "optimizer: {params: {betas: [0.9, 0.9]}}"
+    )
+    keys = ["model/125M", "rotary"], ["min_lr=0", f"stages=[{{until: 2}}, {{{stage}}}]", "train_iters=4", "num_gpus=1"]
+    config = resolve_config(load_config(*keys).config, 1).config
+    assert save_config(config, tmp_path) is None
+    assert read_config(tmp_path / "config.yml") == config
+    assert save_config(config.replace(train_iters=9), tmp_path) is None
+    assert not (tmp_path / RESOLVED_CONFIG).exists()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", RESOLVED_CONFIG])

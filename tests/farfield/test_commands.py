@@ -1,5 +1,7 @@
 """Commands in a script: return values and exceptions."""
 
+import gzip
+import json
 import subprocess
 import sys
 import warnings
@@ -166,10 +168,22 @@ def test_a_failed_command_is_its_own_line(tmp_path: Path) -> None:
         farfield.train("162M", save=str(tmp_path / "run"), quiet=True)
     with pytest.raises(farfield.UserError, match="nothing: no such file"):
         farfield.prepare("nothing", output=tmp_path / "corpus", quiet=True)
-    with pytest.raises(farfield.UserError, match=r"results.json: no such file"):
+    with pytest.raises(farfield.UserError, match=r": no results.json and no records of runs found"):
         farfield.read_results(tmp_path)
     with pytest.raises(farfield.UserError, match=r"^path is nope, which does not exist; give a results.json or its"):
         farfield.read_results("nope")
+
+
+def test_a_folder_with_a_file_for_each_run_is_read_as_by_report(tmp_path: Path) -> None:
+    saved = []
+    for run in ("alibi/seed_1234.json.gz", "rotary/seed_1235.json.gz"):
+        (tmp_path / run).parent.mkdir()
+        content = (ROOT / "docs/results/zoo" / run).read_bytes()
+        (tmp_path / run).write_bytes(content)
+        saved += json.loads(gzip.decompress(content))["records"]
+    found = farfield.read_results(tmp_path)
+    for field in ("method", "seed", "length", "perplexity"):
+        assert [row.get(field) for row in found] == [record.get(field) for record in saved]
 
 
 def test_user_methods_must_not_hide_ours(user_methods: Path) -> None:

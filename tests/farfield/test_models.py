@@ -47,6 +47,18 @@ def test_the_last_targets_of_a_window_have_the_others_before_them(model: farfiel
     assert flat == model.encode(TEXT)[89 : 89 + len(flat)], "no target is left out, none is scored twice"
 
 
+def test_results_with_arrays_compare_by_identity_and_print_in_one_line(model: farfield.Model) -> None:
+    losses, maps = model.score(TEXT, 24), model.attention_maps(TEXT[:40], layers=[0])[0]
+    for result, other in ((losses, model.score(TEXT, 24)), (maps, model.attention_maps(TEXT[:40], layers=[0])[0])):
+        assert result == result
+        assert result != other
+        assert len({result, other, result}) == 2
+    windows = len(losses.values)
+    assert repr(losses) == f"<TokenLosses: {windows} windows × 24 targets, loss {losses.loss:.4f} nats per token>"
+    heads, queries, keys = maps.scores.shape
+    assert repr(maps) == f"<AttentionMaps: {heads} heads × {queries} queries × {keys} keys, a bias>"
+
+
 def test_scores_match_evaluate(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run("run", corpus, pos_emb="alibi")

@@ -204,3 +204,79 @@ def test_a_file_that_exits_is_an_error_and_not_the_end(
     (tmp_path / "encodings" / "leaving.py").write_text(f"import sys\n\n{code}\n")
     with pytest.raises(MethodFileError, match=r"leaving.py:3: SystemExit"):
         registry.load_encoding_class("leaving")
+
+
+PROCESSOR_HEAD = """
+from megatron.position.processor import Processor
+
+class Mine(Processor):
+    formula = source = advice = "mine"
+"""
+LOGITS = """
+    def forward(self, scores, bias, visible, heads=slice(None), bias_contribution=None, first_columns=None):
+        return scores[:, heads]
+"""
+NO_FLOPS = "    def flops_per_score(self):\n        return 0.0\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (NO_FLOPS, r"Mine\.forward is not implemented"),
+        (LOGITS, r"Mine\.flops_per_score is not implemented"),
+        (LOGITS + NO_FLOPS.replace("0.0", "None"), r"Mine\.flops_per_score returns None; it must be a number"),
+        (
+            LOGITS.replace("heads]", "heads, 0]") + NO_FLOPS,
+            r"Mine\.forward returns the shape \[1, 2, 1\] for one token",
+        ),
+        (LOGITS.replace("scores[", "scoers[") + NO_FLOPS, r"Mine\.forward raised NameError: name 'scoers'"),
+        (
+            LOGITS
+            + NO_FLOPS
+            + "    def process_weight(self, weights, visible, heads=slice(None)):\n        return 0\n",
+            r"Mine\.process_weight is not a function of a processor; did you mean process_weights\?",
+        ),
+        (
+            LOGITS + NO_FLOPS + "    def row_terms(self, scores, bias, visible, query, key):\n        return scores\n",
+            r"Mine\.row_terms returns the shape \[1, 2, 1, 1\]",
+        ),
+        (
+            LOGITS + NO_FLOPS + "    def row_terms(self, scores, bias, visible, query, key):\n"
+            "        return scores[:, 0]\n",
+            r"Mine\.apply_row_sums is not implemented",
+        ),
+    ],
+)
+def test_a_mistake_in_a_processor_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    monkeypatch.setenv(METHODS_VARIABLE, str(tmp_path))
+    (tmp_path / "processors").mkdir()
+    (tmp_path / "processors" / "mine.py").write_text(PROCESSOR_HEAD + body)
+    with pytest.raises(MethodFileError, match=r"mine\.py: " + message) as raised:
+        registry.build_processor("mine", DIMS, has_bias=True)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_temperature_without_factors_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(METHODS_VARIABLE, str(tmp_path))
+    (tmp_path / "temperatures").mkdir()
+    (tmp_path / "temperatures" / "mine.py").write_text(
+        PROCESSOR_HEAD.replace("processor", "temperature").replace("Processor", "Temperature")
+    )
+    with pytest.raises(MethodFileError, match=r"mine\.py: Mine\.forward is not implemented$"):
+        registry.build_temperature("mine", DIMS)
+
+
+def test_wrong_flops_of_an_encoding_are_one_line(add) -> None:
+    add("    def embed(self, tokens, like):\n        pass\n    def product_flops(self, scores):\n        return None")
+    with pytest.raises(MethodFileError, match=r"mine\.py: Mine\.product_flops returns None; it must be a number"):
+        registry.build_encoding("mine", DIMS)
+
+
+def test_a_method_without_a_description_is_one_line(add) -> None:
+    add("    advice = None\n    def embed(self, tokens, like):\n        pass\n")
+    _, errors = registry.describe_methods(["alibi", "mine"])
+    assert [error.partition("mine.py: ")[2] for error in errors] == [
+        "Mine.advice is missing; it describes the method in a string"
+    ]

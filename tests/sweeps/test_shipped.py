@@ -24,7 +24,7 @@ def small(name: str) -> Sweep:
 def test_both_sizes_can_be_read(name: str) -> None:
     ours = small(name)
     corpus = ["data_path=data/books_text_document"]
-    theirs = read_sweep([SHAPES[name.split("_")[0]], "paper", name], corpus)
+    theirs = read_sweep([SHAPES[name.split("_")[0]], "slurm_a100", "paper", name], corpus)
     assert [member.name for member in ours.members] == [member.name for member in theirs.members]
     assert ours.output_folder == Path("runs/small") / name
     assert theirs.output_folder == Path("runs/paper") / name

@@ -87,7 +87,7 @@ def test_coupled_positions_mark_the_power_of_ten(order: str) -> None:
 def test_the_floor_forgets_carries() -> None:
     for options in ({}, {"order": "reversed"}, {"order": "reversed", "index_hints": True}):
         batch = drawn(4, **options)
-        (guess,) = task_config.build_task("addition", options).predict_trivially(batch).values()
+        (guess,) = task_config.build_task("addition", options).compute_baseline_predictions(batch).values()
         plus = int((batch.tokens[0] == 10).argmax())
         step = 2 if "index_hints" in options else 1
         for tokens, answers, counted in zip(batch.tokens, guess, batch.accuracy_mask, strict=True):

@@ -85,7 +85,7 @@ def test_a_lookup_is_not_a_copy_of_repetitive_text() -> None:
     for name in ("copy_repeats", "reverse_repeats"):
         task = task_config.build_task(name)
         drawn = task.sample_batch(np.random.default_rng(3), 200, 40)
-        (guesses,) = task.predict_trivially(drawn).values()
+        (guesses,) = task.compute_baseline_predictions(drawn).values()
         whole = 0
         for tokens, labels, guess, counted in zip(*drawn[:2], guesses, drawn.accuracy_mask, strict=True):
             read = "".join(SYMBOLS[token] for token in tokens)

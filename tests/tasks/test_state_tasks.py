@@ -78,12 +78,12 @@ def test_products_move_five_things(name: str, order: int) -> None:
 def test_trivial_predictors() -> None:
     flip_flop = task_config.build_task("flip_flop", {"ignore": 0.5})
     batch = flip_flop.sample_batch(np.random.default_rng(0), 50, 40)
-    (guess,) = flip_flop.predict_trivially(batch).values()
+    (guess,) = flip_flop.compute_baseline_predictions(batch).values()
     for tokens, answers, mask in zip(batch.tokens, guess, batch.accuracy_mask, strict=True):
         assert all(answers[place] == tokens[place - 1] for place in np.flatnonzero(mask))
     word_problem, elements = task_config.build_task("a5_word_problem"), list_elements("a5")
     batch = word_problem.sample_batch(np.random.default_rng(0), 50, 6)
-    (guess,) = word_problem.predict_trivially(batch).values()
+    (guess,) = word_problem.compute_baseline_predictions(batch).values()
     for tokens, answers in zip(batch.tokens.tolist(), guess.tolist(), strict=True):
         assert answers[0] == tokens[0]
         for before, now, answer in zip(tokens, tokens[1:], answers[1:], strict=False):

@@ -19,7 +19,7 @@ from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
 from megatron.training import summary
 from megatron.training.console import ConsoleReporter
-from megatron.training.metrics import measure_matmul_tflops
+from megatron.training.metrics import measure_matmul_flops_per_second
 from megatron.training.metrics_log import TrainRecord
 from megatron.training.resolve_run import resolve_run
 from megatron.training.train import train
@@ -150,7 +150,7 @@ def test_a_run_prints_a_summary_at_start_and_end(corpus: Path, tmp_path: Path, m
     model = build_model(config.model, config.position, 61, device="meta")
     # At a millionth of a step's FLOPs per second, two steps take two million seconds.
     step = model.count_flops_per_token(16) * 8 * 16
-    monkeypatch.setattr(summary, "measure_matmul_tflops", lambda *place, **shape: step / 1e6)
+    monkeypatch.setattr(summary, "measure_matmul_flops_per_second", lambda *place, **shape: step / 1e6)
     text, result = train_and_print(config)
     first, _, epochs, _, last = text.splitlines()
     assert epochs.startswith("training text: ")
@@ -213,7 +213,9 @@ def test_the_speed_of_a_product_is_its_flops_over_its_time(monkeypatch: pytest.M
 
     clock = iter(range(100))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: float(next(clock)))  # every matrix product takes a second
-    assert measure_matmul_tflops(torch.device("cpu"), "fp32", rows=1024, inner=8, columns=3) == 2 * 512 * 8 * 3
+    assert (
+        measure_matmul_flops_per_second(torch.device("cpu"), "fp32", rows=1024, inner=8, columns=3) == 2 * 512 * 8 * 3
+    )
 
 
 def test_extending_a_finished_run_warns_of_a_rate_jump(corpus: Path, tmp_path: Path) -> None:

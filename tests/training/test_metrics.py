@@ -96,4 +96,4 @@ def test_peaks_of_known_gpus(name: str, precision: str, peak: float | None, monk
 def test_the_cpu_has_no_known_peak() -> None:
     assert metrics.find_peak_tflops(CPU, "fp32", None) is None
     assert metrics.find_peak_tflops(CPU, "fp32", 0.1) == 0.1
-    assert 0.01 < metrics.get_peak_memory(CPU) < 1024
+    assert 0.01 < metrics.get_peak_memory_gib(CPU) < 1024

@@ -200,7 +200,7 @@ def test_the_difference_of_linear_decay_is_noted_for_gpt_neox_files() -> None:
     shape = ("num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8", "min_lr=1e-5")
     output = [note for note in load_config([], [*shape, "attention_config=[[[global], 1]]"]).notes if "linear" in note]
     assert output == [
-        "command line: lr_decay_style linear reaches min_lr 1e-05 at the last step, as in Megatron-LM; GPT-NeoX "
+        "command line: lr_decay_style linear decays to min_lr 1e-05, as in Megatron-LM; GPT-NeoX "
         "decays toward 0 and stops at min_lr"
     ]
     for keys in (shape, (*shape, "attention_config=[[[global], 1]]", "min_lr=0.0")):

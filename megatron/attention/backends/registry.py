@@ -92,7 +92,7 @@ def describe_fallback(backend: AttentionBackend, inputs: AttentionInputs) -> str
     return backend.describe_fallback(inputs) if isinstance(backend, TritonBackend | FlexBackend) else None
 
 
-def is_every_op_rounded(backend: AttentionBackend, inputs: AttentionInputs) -> bool:
+def stores_scores_in_compute_type(backend: AttentionBackend, inputs: AttentionInputs) -> bool:
     """Return True if a backend stores scores, biases or values derived from them in the compute type.
 
     Other backends round only the factors and the results of products.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.backends.backend import AttentionBackend
-from megatron.attention.backends.registry import is_every_op_rounded
+from megatron.attention.backends.registry import stores_scores_in_compute_type
 from megatron.attention.check.check_result import BackendTrial
 from megatron.attention.check.problem import CheckProblem
 from megatron.utils.errors import is_out_of_memory
@@ -79,7 +79,8 @@ class ReferenceResults:
 
         Args:
             found, is_zero_elsewhere: `CheckProblem.select_results` of a backend.
-            rounds_every_op: True if the backend rounds every result to the type (`registry.is_every_op_rounded`).
+            rounds_every_op: True if the backend rounds every result to the type
+                (`registry.stores_scores_in_compute_type`).
         """
         result_dtypes = {name: x.dtype for name, x in found.items()}
         sizes = self._estimate_sizes(result_dtypes, rounds_every_op=rounds_every_op)
@@ -155,7 +156,9 @@ def _try_backend(
         outputs, gradients = reference.problem.run(backend)
         results, is_zero_elsewhere = reference.problem.select_results(outputs, gradients)
         first_seconds = first_seconds or clock() - start_time
-        rounds_every_op = any(is_every_op_rounded(backend, inputs) for inputs in reference.problem.list_inputs())
+        rounds_every_op = any(
+            stores_scores_in_compute_type(backend, inputs) for inputs in reference.problem.list_inputs()
+        )
         error_ratios = reference.compute_error_ratio(results, is_zero_elsewhere, rounds_every_op=rounds_every_op)
         if is_within_rounding(error_ratios):
             return BackendTrial(name, excess=error_ratios, first_seconds=first_seconds)

@@ -95,7 +95,7 @@ class Task(ConfigSection):
         """Return the relative frequency of a supported length in training."""
         return 1.0
 
-    def predict_trivially(self, batch: TaskBatch) -> dict[str, Array]:
+    def compute_baseline_predictions(self, batch: TaskBatch) -> dict[str, Array]:
         """Return the answers [B, T] of predictors that read the tokens but do not solve the task, by description.
 
         Answers are undefined outside the accuracy mask.

@@ -45,7 +45,7 @@ class CopyRepeats(StringTask):
         )
         return self.build_string_batch(string, self.compute_answer(string))
 
-    def predict_trivially(self, batch: TaskBatch) -> dict[str, Array]:
+    def compute_baseline_predictions(self, batch: TaskBatch) -> dict[str, Array]:
         length = batch.tokens.shape[1] // 2 - 1
         source, written = self.compute_answer(batch.tokens[:, 1 : length + 1]), batch.tokens[:, length + 1 :]
         answers = np.full(batch.tokens.shape, self.stop_token)

@@ -51,5 +51,5 @@ class FlipFlop(Task):
         mask = tokens == READ
         return TaskBatch(tokens, labels, mask, mask)
 
-    def predict_trivially(self, batch: TaskBatch) -> dict[str, Array]:
+    def compute_baseline_predictions(self, batch: TaskBatch) -> dict[str, Array]:
         return {"the bit before": np.roll(batch.tokens, 1, axis=1).clip(FIRST_BIT)}

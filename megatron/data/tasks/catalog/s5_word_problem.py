@@ -43,7 +43,7 @@ class S5WordProblem(Task):
         mask = np.ones(tokens.shape, dtype=bool)
         return TaskBatch(tokens, labels, mask, mask)
 
-    def predict_trivially(self, batch: TaskBatch) -> dict[str, Array]:
+    def compute_baseline_predictions(self, batch: TaskBatch) -> dict[str, Array]:
         pairs = build_product_table(self.even_only)[np.roll(batch.tokens, 1, axis=1), batch.tokens]
         pairs[:, 0] = batch.tokens[:, 0]
         return {"the product of the last two": pairs}

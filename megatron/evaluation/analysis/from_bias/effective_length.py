@@ -126,7 +126,8 @@ class EffectiveLength(Analysis):
     def list_rows(self, result: EffectiveLengthResult) -> Iterator[Mapping[str, object]]:
         for layer, heads in result:
             for head, length in enumerate(heads):
-                yield {"layer": layer, "head": head, "effective_length": "" if length is None else length}
+                shown = "" if length is None else int(length) if math.isfinite(length) else length
+                yield {"layer": layer, "head": head, "effective_length": shown}
 
 
 def _format_length(length: float) -> str:
