@@ -9,10 +9,10 @@ from megatron.reports.leaderboard import find_text_table
 from megatron.reports.rank_agreement import build_agreement_table
 from megatron.reports.records import read_records
 from tools.docs.card_page import format_range
+from tools.docs.record_configuration import LEADERBOARD
 
 PAGE = Path("docs/results/agreement.md")
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
-LEADERBOARD = "zoo"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megatron.reports.axes import format_multiple
@@ -67,14 +68,14 @@ class RecordedExperiment:
         paper, kind, number = re.fullmatch(r"(\w+)_([tf])(\d+)", self.name).groups()  # type: ignore[union-attr]
         return PAPERS.index(paper), kind == "f", int(number)
 
-    @property
+    @cached_property
     def outdated_methods(self) -> tuple[str, ...]:
         """Methods that were trained without keys that now define them."""
         first = {record.method: record for record in reversed(self.records)}
         changes = {method: find_configuration_change(self.name, record) for method, record in first.items()}
         return tuple(method for method in reversed(changes) if changes[method].redefines_method)
 
-    @property
+    @cached_property
     def tables(self) -> list[ComparisonTable]:
         return build_comparison_tables(self.records)
 

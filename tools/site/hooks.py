@@ -122,7 +122,7 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Load no facts of the repository, and give the first page a title of its own next to the site's name."""
+    """Remove the request to the repository's host, and add the description to the title of the first page."""
     if page.file.src_uri == "index.md":
         output = output.replace(
             f"<title>{page.title} - {config.site_name}<", f"<title>{config.site_name}: {config.site_description}<"
@@ -131,7 +131,7 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 
 
 def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
-    """Load no facts of the repository in the page for errors, which no file of docs/ has."""
+    """Remove the request to the repository's host from the error page, which is not a file of docs/."""
     return output_content.replace(REPOSITORY_FACTS, "")
 
 

@@ -30,10 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def describe_unsupported_processor(
-    processor: Processor,
-    *,
-    max_width: int | None = None,
-    max_kernel_size: int | None = None,
+    processor: Processor, *, max_width: int | None = None, max_kernel_size: int | None = None
 ) -> str | None:
     """Explain why no kernel supports the processor; None if one does.
 

@@ -32,7 +32,7 @@ from megatron.kernels.runtime import INPUT_PRECISION, Tile, cdiv, launch
 
 
 @triton.jit
-def find_row(row, extent, BLOCK_N: tl.constexpr):
+def find_visible_columns(row, extent, BLOCK_N: tl.constexpr):
     """Return the columns that a row sees, first … last − 1, and the start of the first block of columns."""
     _, C, first_row, first_column, window, document_starts_ptr = extent
     own = first_row - first_column + row
@@ -62,15 +62,11 @@ def load_head_map(head_map_ptr, dtype: tl.constexpr, TRANSPOSED: tl.constexpr, H
 
 
 @triton.jit
-def store_weights(
-    weights_ptr, weights, columns, columns_seen, R, C, H: tl.constexpr, BLOCK_H: tl.constexpr, MASKED: tl.constexpr
-):
+def store_weights(weights_ptr, weights, columns, columns_seen, R, C, H: tl.constexpr, BLOCK_H: tl.constexpr):
     """Store a row of P' of all heads where the row sees a column."""
     head = tl.arange(0, BLOCK_H)
     pointers = weights_ptr + (head.to(tl.int64) * R * C)[:, None] + columns[None, :]
-    inside = (head < H)[:, None]
-    if MASKED:
-        inside = inside & columns_seen[None, :]
+    inside = (head < H)[:, None] & columns_seen[None, :]
     tl.store(pointers, weights.to(weights_ptr.dtype.element_ty), mask=inside)
 
 
@@ -94,6 +90,15 @@ def compute_row_statistics(
         total = total * tl.exp2(maximum - finite) + tl.sum(tl.exp2(x - finite[:, None]), 1)
         maximum = higher
     return tl.where(head < H, maximum, 0.0), tl.where(head < H, total, 1.0)
+
+
+@triton.jit
+def compute_softmax(
+    logits_ptr, columns, columns_seen, maximum, inverse_total, R, C, H: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Compute a row of P of all heads, float32 [BLOCK_H, BLOCK_N], zero in columns hidden from the row."""
+    x = load_logits(logits_ptr, columns, columns_seen, R, C, H, BLOCK_H)
+    return tl.exp2(x - maximum[:, None]) * inverse_total[:, None]
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -122,7 +127,7 @@ def _map_weights_kernel(
     of_row = batch * H * R * C + row.to(tl.int64) * C
     logits_ptr += of_row
     weights_ptr += of_row
-    span = find_row(row, (R, C, first_row, first_column, window, document_starts_ptr), BLOCK_N)
+    span = find_visible_columns(row, (R, C, first_row, first_column, window, document_starts_ptr), BLOCK_N)
     first, last, start = span
     maximum, total = compute_row_statistics(logits_ptr, sinks_ptr, span, R, C, H, BLOCK_H, BLOCK_N)
     head = tl.arange(0, BLOCK_H)
@@ -135,14 +140,13 @@ def _map_weights_kernel(
     for c0 in range(start, last, BLOCK_N):
         columns = c0 + tl.arange(0, BLOCK_N)
         columns_seen = (columns >= first) & (columns < last)
-        x = load_logits(logits_ptr, columns, columns_seen, R, C, H, BLOCK_H)
-        p = tl.exp2(x - maximum[:, None]) * inverse_total[:, None]
+        p = compute_softmax(logits_ptr, columns, columns_seen, maximum, inverse_total, R, C, H, BLOCK_H)
         mapped = p + tl.dot(head_map, p.to(dtype), input_precision=INPUT_PRECISION)
-        store_weights(weights_ptr, mapped, columns, columns_seen, R, C, H, BLOCK_H, True)
+        store_weights(weights_ptr, mapped, columns, columns_seen, R, C, H, BLOCK_H)
 
 
 @triton.jit
-def load_products(dweights_ptr, columns, columns_seen, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr):
+def load_weight_gradients(dweights_ptr, columns, columns_seen, CHANNELS: tl.constexpr, BLOCK_H: tl.constexpr):
     """Load a row of dP' of all heads, [BLOCK_H, BLOCK_N] in the compute type, zero in columns hidden from the row."""
     head = tl.arange(0, BLOCK_H)
     pointers = dweights_ptr + columns[:, None] * CHANNELS + head[None, :]
@@ -193,17 +197,16 @@ def _differentiate_mapped_kernel(
         of_row = batch * H * R_total + head * R_total + row
         maximum = tl.load(stats_ptr + of_row, mask=head < H, other=0.0)
         inverse_total = 1.0 / tl.load(stats_ptr + of_total + of_row, mask=head < H, other=1.0)
-        first, last, start = find_row(row, extent, BLOCK_N)
+        first, last, start = find_visible_columns(row, extent, BLOCK_N)
         sums = tl.zeros([BLOCK_H], tl.float32)
         for c0 in range(start, last, BLOCK_N):
             columns = c0 + tl.arange(0, BLOCK_N)
             seen = (columns >= first) & (columns < last)
-            x = load_logits(logits_ptr + of_map, columns, seen, R, C, H, BLOCK_H)
-            p = tl.exp2(x - maximum[:, None]) * inverse_total[:, None]
+            p = compute_softmax(logits_ptr + of_map, columns, seen, maximum, inverse_total, R, C, H, BLOCK_H)
             narrow = p.to(dtype)
             mapped = p + tl.dot(head_map, narrow, input_precision=INPUT_PRECISION)
-            store_weights(weights_ptr + of_map, mapped, columns, seen, R, C, H, BLOCK_H, True)
-            dmapped = load_products(dweights_ptr + of_pixels * CHANNELS, columns, seen, CHANNELS, BLOCK_H)
+            store_weights(weights_ptr + of_map, mapped, columns, seen, R, C, H, BLOCK_H)
+            dmapped = load_weight_gradients(dweights_ptr + of_pixels * CHANNELS, columns, seen, CHANNELS, BLOCK_H)
             dmap = tl.dot(dmapped, tl.trans(narrow), dmap, input_precision=INPUT_PRECISION)
             dp = dmapped.to(tl.float32) + tl.dot(transposed_map, dmapped, input_precision=INPUT_PRECISION)
             sums += tl.sum(p * dp, 1)
@@ -211,9 +214,8 @@ def _differentiate_mapped_kernel(
         for c0 in range(start, last, BLOCK_N):
             columns = c0 + tl.arange(0, BLOCK_N)
             seen = (columns >= first) & (columns < last)
-            x = load_logits(logits_ptr + of_map, columns, seen, R, C, H, BLOCK_H)
-            p = tl.exp2(x - maximum[:, None]) * inverse_total[:, None]
-            dmapped = load_products(dweights_ptr + of_pixels * CHANNELS, columns, seen, CHANNELS, BLOCK_H)
+            p = compute_softmax(logits_ptr + of_map, columns, seen, maximum, inverse_total, R, C, H, BLOCK_H)
+            dmapped = load_weight_gradients(dweights_ptr + of_pixels * CHANNELS, columns, seen, CHANNELS, BLOCK_H)
             dp = dmapped.to(tl.float32) + tl.dot(transposed_map, dmapped, input_precision=INPUT_PRECISION)
             dlogits = tl.trans((p * (dp - sums[:, None])).to(dtype))
             in_row = (head // 2 * pair_stride + head % 2)[None, :] + (columns * COLUMN_STRIDE)[:, None]

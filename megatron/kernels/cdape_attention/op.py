@@ -270,6 +270,6 @@ def _attend_backward(
     elif dout.stride(3) != 1:
         dout = dout.contiguous()
     with launch_context(scaled):
-        dq, dk, dv, *rest = driver.backward(dout, scaled, k, v, attended, problem, product, sums, ctx.scale, ctx.chunk)
-    dsinks, dmap = rest
+        gradients = driver.backward(dout, scaled, k, v, attended, problem, product, sums, ctx.scale, ctx.chunk)
+    dq, dk, dv, dsinks, dmap = gradients
     return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), dsinks, dmap
