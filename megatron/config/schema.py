@@ -28,19 +28,11 @@ from megatron.options.model import ModelOptions
 from megatron.options.optimizer import OptimizerOptions
 from megatron.options.output import CheckpointOptions, LoggingOptions
 from megatron.options.position import PositionOptions
-from megatron.options.section import (
-    BOUND_MESSAGES,
-    EXPECTED_TYPES,
-    ChangePolicy,
-    ConfigSection,
-    describe_requirement,
-    list_accepted_names,
-    name_location,
-    read_docstring,
-)
+from megatron.options.section import ChangePolicy, ConfigSection, list_accepted_names, read_docstring
 from megatron.options.training import BATCH_SIZES, TrainingOptions
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import UserError
+from megatron.utils.field_errors import BOUND_MESSAGES, EXPECTED_TYPES, describe_requirement, name_location
 from megatron.utils.formatting import format_choices
 
 KeyPath = tuple[str, ...]

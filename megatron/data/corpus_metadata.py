@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator, model_validator
 
 from megatron.options.data import MAX_VOCAB_SIZE, TokenizerType
-from megatron.options.section import describe_field_error
 from megatron.utils.atomic_io import parse_json
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.field_errors import describe_field_error
 
 CORPUS_FILE, TOKENIZER_FILE = "corpus.json", "description.json"
 MAX_JSON_BYTES = 1 << 26

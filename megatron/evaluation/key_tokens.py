@@ -35,9 +35,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.evaluation.texts import EvalText
 from megatron.options.evaluation import EvaluationOptions
-from megatron.options.section import describe_field_error
 from megatron.utils.atomic_io import check_new_file, parse_json, write_text_atomically
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.field_errors import describe_field_error
 
 DEFAULT_ALPHA, DEFAULT_BETA = 2.0, -2.0
 """Default thresholds in nats, as in the paper."""

@@ -31,11 +31,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from megatron.options.section import describe_field_error
 from megatron.reports import axes, metrics
 from megatron.reports.metrics import METRICS, Metric
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import UserError
+from megatron.utils.field_errors import describe_field_error
 from megatron.utils.formatting import suggest_names, suggest_path
 
 RESULTS_FILE = "results.json"

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from megatron.data.tasks.task import Task
 from megatron.options.data import DataOptions
-from megatron.options.section import describe_requirement
 from megatron.utils.errors import UserError
+from megatron.utils.field_errors import describe_requirement
 from megatron.utils.formatting import format_choices
 
 
