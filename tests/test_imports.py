@@ -167,7 +167,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "megatron/launch": (
         "rich",
         "megatron.config",
-        "megatron.data",
         "megatron.distributed",
         "megatron.checkpoint",
         "megatron.training",

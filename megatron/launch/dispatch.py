@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from megatron.checkpoint.run_folder import describe_other_contents
 from megatron.config.execution import ResolvedRun
 from megatron.config.load import LoadedConfig
-from megatron.data.document_starts import describe_crossing_fraction, estimate_crossing_fraction
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import (
     LaunchContext,
@@ -20,7 +19,6 @@ from megatron.distributed.launcher_environment import (
 from megatron.launch import local_launcher, slurm, ssh_launcher
 from megatron.options.launch import LaunchOptions
 from megatron.training.check_start import (
-    CHECKED_ON_NODES,
     StartCheck,
     TrainingMachines,
     check_environment,
@@ -120,7 +118,7 @@ def _launch_training(
         print_notes(resolved.notes)
         for line in slurm.describe_submission(job, slurm.submit_job(job)):
             print(line)
-        print_notes(_describe_unchecked(resolved, check))
+        print_notes(check.describe_unchecked())
         return 0
 
     if is_main:
@@ -145,9 +143,9 @@ def _print_dry_run(
     more = (
         *loaded.layers.replacements,
         *describe_other_contents(loaded.config.checkpoint.save),
-        *_describe_start(check),
-        *_describe_groups(check),
-        *(() if check.machines.is_here else _describe_unchecked(resolved, check)),
+        *check.describe_start(),
+        *check.describe_groups(),
+        *(() if check.machines.is_here else check.describe_unchecked()),
         *suggest_rehearsal(resolved, loaded.arguments),
     )
     if job is not None:
@@ -156,7 +154,7 @@ def _print_dry_run(
         print(slurm.render_batch_script(job), end="")
     elif check.machines.shares_files and resolved.open_config is None:
         print(check.config.to_yaml(), end="")
-        print_notes((*resolved.notes, *check.data_notes, *_describe_stages(check), *more))
+        print_notes((*resolved.notes, *check.data_notes, *check.describe_stages(), *more))
     else:
         print((resolved.open_config or resolved.config).to_yaml(), end="")
         print_notes((*resolved.notes, *more))
@@ -179,47 +177,6 @@ def suggest_rehearsal(resolved: ResolvedRun, arguments: str) -> tuple[str, ...]:
         f"to check without a GPU whether the run starts, fits and resumes (docs/gpu.md): ./deepy.py rehearse "
         f"{arguments}{gpus}",
     )
-
-
-def _describe_unchecked(resolved: ResolvedRun, check: StartCheck) -> tuple[str, ...]:
-    """Return lines about checks that only the training machines can make."""
-    lines = [f"the data must exist there; not found here: {check.missing_data}"] if check.missing_data else []
-    for key in ("use_wandb", "use_trackio") if not check.machines.shares_python else ():
-        if getattr(resolved.config.logging, key):
-            lines.append(f"{key}: its package and login are checked only there")
-    if resolved.config.logging.harness.tasks and (check.plan is None or not check.machines.shares_python):
-        what = "requests" if check.machines.shares_python else "package, data and requests"
-        lines.append(f"harness.tasks: their {what} are checked only there")
-    return (f"not checked: {CHECKED_ON_NODES}", *lines)
-
-
-def _describe_stages(check: StartCheck) -> tuple[str, ...]:
-    """Return a line for each of a run's stages, if it has several."""
-    stages = () if check.plan is None else check.plan.resume.stages
-    return tuple(stage.describe(len(stages)) for stage in stages) if len(stages) > 1 else ()
-
-
-def _describe_start(check: StartCheck) -> list[str]:
-    """Return lines on the starting point of the run, rows with several documents, and data not yet downloaded."""
-    lines = []
-    if (plan := check.plan) is not None:
-        lines += [*plan.resume.notes, *plan.notes]
-        if plan.config.data.task is None:
-            share = estimate_crossing_fraction(plan.slices.get("train", []), plan.config.model.seq_length)
-            lines += describe_crossing_fraction(plan.config.position.attention_mask, share)
-    if not check.has_task_data:
-        lines.append(
-            "harness.tasks: training downloads the data that are not on this machine, and then checks the requests"
-        )
-    return lines
-
-
-def _describe_groups(check: StartCheck) -> tuple[str, ...]:
-    """Return lines with the algorithm of each parameter group."""
-    from megatron.training.optimizer import describe_parameter_groups  # importing torch takes seconds
-
-    unknown = " (for the smallest vocabulary, because the real one is unknown here)" if check.plan is None else ""
-    return (f"parameters{unknown}:", *describe_parameter_groups(check.config, check.model))
 
 
 class ReportedExit(SystemExit):

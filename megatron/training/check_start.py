@@ -32,6 +32,7 @@ from megatron.config.schema import Config
 from megatron.config.stages import find_longest_length
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import DatasetSlice, format_names, iter_corpora, list_dataset_slices
+from megatron.data.document_starts import describe_crossing_fraction, estimate_crossing_fraction
 from megatron.options.data import CorpusName, DataOptions, list_corpus_names
 from megatron.training.check_resources import check_disk
 from megatron.training.harness_loading import (
@@ -220,6 +221,44 @@ class StartCheck:
     """Reason why the data could not be read on this machine, or None."""
     has_task_data: bool
     """False if the run will download data of `harness.tasks`, so that their requests were not checked."""
+
+    def describe_stages(self) -> tuple[str, ...]:
+        """Return a line for each of the run's stages, if it has several."""
+        stages = () if self.plan is None else self.plan.resume.stages
+        return tuple(stage.describe(len(stages)) for stage in stages) if len(stages) > 1 else ()
+
+    def describe_start(self) -> list[str]:
+        """Return lines on the starting point, rows with several documents, and data not yet downloaded."""
+        lines = []
+        if (plan := self.plan) is not None:
+            lines += [*plan.resume.notes, *plan.notes]
+            if plan.config.data.task is None:
+                share = estimate_crossing_fraction(plan.slices.get("train", []), plan.config.model.seq_length)
+                lines += describe_crossing_fraction(plan.config.position.attention_mask, share)
+        if not self.has_task_data:
+            lines.append(
+                "harness.tasks: training downloads the data that are not on this machine, and then checks the requests"
+            )
+        return lines
+
+    def describe_groups(self) -> tuple[str, ...]:
+        """Return lines with the algorithm of each parameter group."""
+        from megatron.training.optimizer import describe_parameter_groups  # importing torch takes seconds
+
+        unknown = " (for the smallest vocabulary, because the real one is unknown here)" if self.plan is None else ""
+        return (f"parameters{unknown}:", *describe_parameter_groups(self.config, self.model))
+
+    def describe_unchecked(self) -> tuple[str, ...]:
+        """Return lines about checks that only the training machines can make."""
+        lines = [f"the data must exist there; not found here: {self.missing_data}"] if self.missing_data else []
+        logging = self.config.logging
+        for key in ("use_wandb", "use_trackio") if not self.machines.shares_python else ():
+            if getattr(logging, key):
+                lines.append(f"{key}: its package and login are checked only there")
+        if logging.harness.tasks and (self.plan is None or not self.machines.shares_python):
+            what = "requests" if self.machines.shares_python else "package, data and requests"
+            lines.append(f"harness.tasks: their {what} are checked only there")
+        return (f"not checked: {CHECKED_ON_NODES}", *lines)
 
 
 def check_start(
