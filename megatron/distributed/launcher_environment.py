@@ -12,6 +12,7 @@ only there do the other variables describe ranks.
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,13 @@ Environment = Mapping[str, str]
 ADDRESS = "127.0.0.1"
 PORTS = range(20000, 30000)
 """Ports for jobs without a configured port, below the system's ephemeral ports (Linux: from 32768)."""
+
+
+def find_free_port() -> int:
+    """Return a TCP port of this machine that is currently unused."""
+    with socket.socket() as listener:
+        listener.bind((ADDRESS, 0))
+        return listener.getsockname()[1]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from megatron.checkpoint import run_folder
 from megatron.checkpoint.run_folder import LOCK
 from megatron.config.execution import ResolvedRun
 from megatron.config.schema import Config
-from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job
+from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job, find_free_port
 from megatron.launch import worker
-from megatron.launch.rank_group import count_threads_per_process, find_free_port, run_ranks
+from megatron.launch.rank_group import count_threads_per_process, run_ranks
 from megatron.training.metrics_log import read_heartbeat
 from megatron.utils.atomic_io import make_folder, remove_empty_folders
 from megatron.utils.console import temporary_log

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +28,7 @@ from typing import Any
 
 from megatron.config.schema import Config
 from megatron.distributed.hardware import count_cores
-from megatron.distributed.launcher_environment import ADDRESS, RankInfo
+from megatron.distributed.launcher_environment import RankInfo
 from megatron.utils.atomic_directory import temporary_folder
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.console import UnexpectedError
@@ -298,10 +297,3 @@ def _describe_exit(rank: int, code: int, log: Path) -> str:
 def count_threads_per_process(ranks: int) -> int:
     """Return the number of threads per process that divides the cores; oversubscription was up to 30 times slower."""
     return max(1, count_cores() // ranks)
-
-
-def find_free_port() -> int:
-    """Return a TCP port that is currently unused."""
-    with socket.socket() as listener:
-        listener.bind((ADDRESS, 0))
-        return listener.getsockname()[1]

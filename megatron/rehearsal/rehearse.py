@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.distributed.launcher_environment import ADDRESS, RankInfo
-from megatron.launch.rank_group import find_free_port
+from megatron.distributed.launcher_environment import ADDRESS, RankInfo, find_free_port
 from megatron.rehearsal.matching import Mismatch, find_mismatches
 from megatron.rehearsal.null_device.environment import GpuModel, build_environment
 from megatron.rehearsal.rank_process import RankError, RankJob, RankResult

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import pytest
 
-from megatron.launch.rank_group import find_free_port
+from megatron.distributed.launcher_environment import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "scancel", "scontrol", "sinfo")

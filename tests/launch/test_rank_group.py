@@ -13,7 +13,7 @@ import pytest
 
 from megatron.config.execution import ResolvedRun
 from megatron.config.load import load_config
-from megatron.distributed.launcher_environment import ADDRESS, RankInfo
+from megatron.distributed.launcher_environment import ADDRESS, RankInfo, find_free_port
 from megatron.distributed.mesh import ParallelSizes
 from megatron.launch import local_launcher, rank_group
 from megatron.utils.errors import FarfieldError, RunError, UserError
@@ -342,7 +342,7 @@ def test_free_port_is_free():
     import socket
 
     with socket.socket() as listener:
-        listener.bind((ADDRESS, rank_group.find_free_port()))
+        listener.bind((ADDRESS, find_free_port()))
 
 
 def test_error_kinds_are_farfield_errors():

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.launch.rank_group import find_free_port
+from megatron.distributed.launcher_environment import find_free_port
 
 SIGNALS = ([signal.SIGKILL], [signal.SIGTERM], [signal.SIGKILL], [signal.SIGTERM, signal.SIGTERM])
 OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile")

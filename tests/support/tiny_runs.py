@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import layout
 from megatron.config.schema import Config
-from megatron.launch.rank_group import find_free_port
+from megatron.distributed.launcher_environment import find_free_port
 
 VOCABULARY = 61
 

@@ -10,7 +10,7 @@ from forked import Forked
 from hanging_rank import SLOW
 from tiny_runs import records, tiny_config, write_corpora
 
-from megatron.launch.rank_group import find_free_port
+from megatron.distributed.launcher_environment import find_free_port
 from megatron.training.console import describe_waits
 from megatron.training.metrics_log import TrainRecord
 from megatron.training.rank_times import ForwardTimer, RankTimes, compare_ranks

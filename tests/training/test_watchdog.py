@@ -14,8 +14,8 @@ from hanging_rank import HURRIED
 from tiny_runs import tiny_config
 from torch.distributed.flight_recorder import fr_trace
 
+from megatron.distributed.launcher_environment import find_free_port
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.launch.rank_group import find_free_port
 from megatron.training.hang_report import STACKS, RankReport, describe_reports
 from megatron.training.metrics_log import HEARTBEAT_FILE
 from megatron.training.train import train

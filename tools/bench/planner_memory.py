@@ -33,8 +33,7 @@ if __name__ == "__main__":
     print_interrupts_in_one_line()
 
 from megatron.config.load import load_config  # noqa: E402
-from megatron.distributed.launcher_environment import ADDRESS, RankInfo  # noqa: E402
-from megatron.launch.rank_group import find_free_port  # noqa: E402
+from megatron.distributed.launcher_environment import ADDRESS, RankInfo, find_free_port  # noqa: E402
 from megatron.planning.memory_estimate import MemoryEstimate, estimate_memory  # noqa: E402
 from megatron.planning.model_costs import plan_model  # noqa: E402
 from megatron.rehearsal.null_device.environment import build_environment, get_gpu_model  # noqa: E402
