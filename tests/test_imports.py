@@ -51,7 +51,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "megatron/conversion": (
         *NUMERIC,
-        "megatron.planning.model_costs",
         "safetensors",
         "huggingface_hub",
         "tokenizers",

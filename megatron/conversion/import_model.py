@@ -22,7 +22,7 @@ from megatron.conversion.neox_checkpoint import find_neox_checkpoint, read_neox_
 from megatron.data.load_tokenizer import save_tokenizer
 from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files
 from megatron.options.data import TokenizerType
-from megatron.planning.model_costs import count_parameters, plan_model
+from megatron.options.model import get_ffn_hidden_size, get_q_hidden_size
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.atomic_io import check_new_folder, parse_json
 from megatron.utils.errors import RunError, UserError, check_reachable
@@ -210,20 +210,18 @@ def check_vocab_size(vocab_size: int, num_embeddings: int, source: Path) -> None
 def check_parameter_count(source: ModelSource) -> None:
     """Reject a configuration with more parameters than the weight files can contain, before many layers are built.
 
-    Smaller differences are detected when weights are compared one by one. Raises UserError.
+    Only the output matrices of attention and feed-forward layers are counted. Smaller differences are detected when
+    weights are compared one by one. Raises UserError.
     """
-    config = source.build_config()
-    if config.model.num_layers < MIN_LAYERS_TO_CHECK:
+    model = source.build_config().model
+    if model.num_layers < MIN_LAYERS_TO_CHECK:
         return
-    try:
-        num_parameters = count_parameters(plan_model(config), vocab_size=1)
-    except UserError:  # an encoding whose parameters cannot be counted
-        return
+    num_parameters = model.num_layers * model.hidden_size * (get_q_hidden_size(model) + get_ffn_hidden_size(model))
     weight_bytes = sum(path.stat().st_size for path in source.path.iterdir() if path.suffix in WEIGHT_SUFFIXES)
     if num_parameters > weight_bytes > 0:  # every format needs at least one byte per parameter
         raise UserError(
-            f"{source.path}: the configuration describes {num_parameters:,} parameters, but the weight files contain "
-            f"{weight_bytes:,} bytes"
+            f"{source.path}: the configuration describes over {num_parameters:,} parameters, but the weight files "
+            f"contain {weight_bytes:,} bytes"
         )
 
 
