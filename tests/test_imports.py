@@ -108,7 +108,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.model",
-        "megatron.position.numerics",
         "megatron.distributed",
         "megatron.checkpoint",
         "megatron.evaluation.harness",

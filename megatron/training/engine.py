@@ -26,8 +26,8 @@ from megatron.distributed.process_groups import ModelParallelUnit, ProcessGroups
 from megatron.distributed.sharding import all_reduce_sum_, is_owned_by_rank
 from megatron.model.device_dtype import get_torch_dtype
 from megatron.model.gpt import GPT
+from megatron.model.graphed_model import GraphedModel
 from megatron.model.parameter_groups import build_parameter_groups
-from megatron.training.graphed_model import GraphedModel
 from megatron.training.optimizer import build_optimizer, label_parameters, list_grouped_weights
 from megatron.training.pipeline import PipelineSchedule
 from megatron.training.projected_optimizers import ProjectedOptimizer

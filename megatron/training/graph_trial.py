@@ -29,8 +29,8 @@ from megatron.config.execution import find_backend_obstacle, find_graph_obstacle
 from megatron.config.schema import Config
 from megatron.data.torch_data import Batch
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.model.graphed_model import CudaCapture, GraphedModel, TrainingPasses
 from megatron.model.layer import has_hooks
-from megatron.training.graphed_model import CudaCapture, GraphedModel, TrainingPasses
 from megatron.utils.errors import UserError, describe_error, is_out_of_memory
 from megatron.utils.formatting import format_bytes
 from megatron.utils.project import find_own_path

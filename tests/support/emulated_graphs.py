@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron.training.graphed_model import CudaCapture
+from megatron.model.graphed_model import CudaCapture
 
 
 class Rerun(CudaCapture):

@@ -19,10 +19,10 @@ from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import init_distributed
+from megatron.model.graphed_model import GraphedModel, TrainingPasses
 from megatron.position.encodings.rotary import Rotary
 from megatron.training.engine import Engine
 from megatron.training.graph_trial import GraphTrial, choose_graphs, plan_graph_trial, try_graphs
-from megatron.training.graphed_model import GraphedModel, TrainingPasses
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.errors import UserError
 

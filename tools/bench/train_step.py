@@ -46,9 +46,9 @@ from megatron.kernels.runtime import is_interpreted  # noqa: E402
 from megatron.model.attention import AttentionContext  # noqa: E402
 from megatron.model.build import build_model  # noqa: E402
 from megatron.model.device_dtype import get_torch_dtype  # noqa: E402
+from megatron.model.graphed_model import CudaCapture, GraphedModel, TrainingPasses  # noqa: E402
 from megatron.options.model import ModelOptions  # noqa: E402
 from megatron.options.position import PositionOptions  # noqa: E402
-from megatron.training.graphed_model import CudaCapture, GraphedModel, TrainingPasses  # noqa: E402
 from megatron.training.metrics import find_peak_tflops  # noqa: E402
 from tools.bench.error_gate import disable_tf32, format_exception  # noqa: E402
 from tools.bench.mixer_switch import use_mixer  # noqa: E402
