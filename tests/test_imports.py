@@ -193,7 +193,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pydantic",
         "megatron.config",
         "megatron.data",
-        "megatron.model",
         "megatron.distributed",
         "megatron.checkpoint",
         "megatron.training",

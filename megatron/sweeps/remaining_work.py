@@ -23,7 +23,7 @@ from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.execution import build_stages
 from megatron.config.load import read_config
 from megatron.config.schema import KeyPath
-from megatron.config.stages import find_writing_stage
+from megatron.config.stages import find_writing_stage, list_stage_configs
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import list_sequence_lengths
@@ -317,16 +317,14 @@ def _build_scoring(
     member: SweepMember, options: EvaluationOptions, locate_problem: Callable[[str], str]
 ) -> EvalEstimate:
     from megatron.evaluation.run import estimate_untrained
-    from megatron.model.build import check_position_options
+    from megatron.training.start_plan import check_stage_methods
 
-    config = member.trained_config
     try:
-        for stage_config in (member.config, config):
-            check_position_options(stage_config.model, stage_config.position)
+        check_stage_methods((member.config, *list_stage_configs(member.config)))
     except UserError as error:
         raise UserError(f"sweep.variants.{member.variant}: {error}") from None
     try:
-        return estimate_untrained(member.name, config, options)
+        return estimate_untrained(member.name, member.trained_config, options)
     except UserError as error:
         raise UserError(locate_problem(str(error))) from None
 

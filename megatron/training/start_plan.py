@@ -4,7 +4,7 @@ Every rank of a run makes a `StartPlan` before it builds data and model. A dry r
 without being a rank (check_start.py), so the same code rejects what the run would reject.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,14 +159,22 @@ def plan_checkpoint(
     config = resume.stage.config
     resume.check_engine(config, sizes or groups.mesh.sizes)
     notes = resume.check_methods(config.position)
-    checked: list[tuple[ModelOptions, PositionOptions]] = []
-    for stage in (resume.stage, *resume.stages):  # those of later stages now instead of hours later
-        if (options := (stage.config.model, stage.config.position)) not in checked:
-            check_position_options(*options)
-            checked.append(options)
+    check_stage_methods(stage.config for stage in (resume.stage, *resume.stages))
     if resume.source is not None and not resume.resumes:
         check_added_processors(config, resume.source.path, resume.source.config)
     return resume, notes
+
+
+def check_stage_methods(configs: Iterable[Config]) -> None:
+    """Check that the methods of all stages of a run can be built, those of later stages now instead of hours later.
+
+    Raises UserError.
+    """
+    checked: list[tuple[ModelOptions, PositionOptions]] = []
+    for config in configs:
+        if (options := (config.model, config.position)) not in checked:
+            check_position_options(*options)
+            checked.append(options)
 
 
 def list_eval_multiples(config: Config) -> list[int]:

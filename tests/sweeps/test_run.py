@@ -75,6 +75,13 @@ def test_all_variants_are_scored_on_the_same_targets_up_to_their_maximum_length(
     assert "max 16" in Path("out/report.html").read_text()
 
 
+def test_an_error_of_a_stage_names_its_variant_and_not_the_evaluation(trainer: Trainer) -> None:
+    stages = "[{until: 2}, {pos_emb_options: {base: 0.5}}]"
+    with pytest.raises(UserError, match=r"^sweep.variants.mine: pos_emb: option base of rotary is 0.5; it must be"):
+        run(f"sweep.variants={{mine: {{pos_emb: rotary, stages: {stages}}}}}")
+    assert trainer.calls() == []
+
+
 def test_every_variant_is_trained_with_every_seed(trainer: Trainer) -> None:
     found, _ = run("sweep.seeds=[3, 4]")
     members = [("rotary", 3), ("rotary", 4), ("mine", 3), ("mine", 4)]
