@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farfield.arguments import describe_value, report_argument_errors, to_integer, to_path, to_string
-from megatron.checkpoint.trained_run import open_run
-from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.options.commands import GenerationOptions
 from megatron.options.model import MAX_LENGTH
 from megatron.options.section import list_accepted_names
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
-from megatron.utils.imports import pause_garbage_collection
 
 if TYPE_CHECKING:
     from megatron.attention.inputs import AttentionInputs
@@ -61,27 +58,16 @@ def load(
         UserError: the run does not exist, or does not support these options.
         RunError: the checkpoint is damaged.
     """
-    with pause_garbage_collection():
-        from megatron.checkpoint.load_model import load_model
-    from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
+    from megatron.config.schema import parse_section
+    from megatron.evaluation.generate_text import load_requested_model, read_generation_request
 
-    check_precision(to_string("precision", precision), to_string("device", device))
-    check_backend(None if backend is None else to_string("backend", backend))
-    window = None if window is None else to_integer("window", window, 1, MAX_LENGTH)
-    for name, value in (("attention_temperature", attention_temperature), ("rope", rope)):
-        if value is not None:
-            to_string(name, value)
-    path = to_path("run", run)
-    opened = open_run(path)
-    tokenizer = load_run_tokenizer(opened.folder, opened.config.data, opened.tokenizer_name)
-    place = resolve_device(device)
-    loaded = load_model(
-        opened, device=place, dtype=resolve_dtype(precision, opened.config.training.precision, place),
-        backend=backend, window=window, attention_temperature=attention_temperature, rope=rope,
-        end_of_document=tokenizer.eod,
-    )  # fmt: skip
-    reading = {"window": window, "attention_temperature": attention_temperature, "rope": rope}
-    return Model(loaded, tokenizer, reading | {"device": device, "precision": precision})
+    reading = {
+        "window": None if window is None else to_integer("window", window, 1, MAX_LENGTH),
+        "attention_temperature": attention_temperature, "rope": rope, "device": device, "precision": precision,
+    }  # fmt: skip
+    options = parse_section(GenerationOptions, {**reading, "backend": backend}, source=None)
+    request = read_generation_request(to_path("run", run), options, ())
+    return Model(load_requested_model(request, backend=options.backend), request.tokenizer, reading)
 
 
 class Model:

@@ -155,7 +155,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "megatron.config",
         "megatron.data",
         "megatron.evaluation",
-        "megatron.model",
         "megatron.position",
         "megatron.reports",
         "megatron.sweeps",

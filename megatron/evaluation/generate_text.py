@@ -14,7 +14,7 @@ from megatron.checkpoint.trained_run import TrainedRun, open_run
 from megatron.data.corpus.sources import decode_document, describe_source_file, iter_raw_documents
 from megatron.data.load_tokenizer import load_run_tokenizer
 from megatron.data.tokenizers import Tokenizer
-from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
+from megatron.model.device_dtype import check_precision, resolve_device, resolve_dtype
 from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import FarfieldError, UserError, check_reachable
 from megatron.utils.formatting import suggest_path
@@ -22,6 +22,7 @@ from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.progress import WaitAnnouncer
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.load_model import LoadedModel
     from megatron.evaluation.text_generator import Completion, TextGenerator
 
 # torch is imported inside functions, so that errors in a request are reported at once.
@@ -84,7 +85,6 @@ def read_generation_request(run: str, options: GenerationOptions, prompts: tuple
         UserError, RunError: the run or an option is invalid.
     """
     check_precision(options.precision, options.device)
-    check_backend(options.backend)
     if "" in options.stop:
         raise UserError("--stop: it must be a nonempty string")
     trained_run = open_run(run)
@@ -101,23 +101,31 @@ def load_text_generator(request: GenerationRequest) -> TextGenerator:
         RunError: the checkpoint is damaged.
     """
     with pause_garbage_collection():
-        from megatron.checkpoint.load_model import build_meta_model, load_model
+        from megatron.checkpoint.load_model import build_meta_model
     from megatron.evaluation.forward_passes import check_prompt_length
     from megatron.evaluation.text_generator import TextGenerator
 
     run, options = request.run, request.options
-    device = resolve_device(options.device)
-    dtype = resolve_dtype(options.precision, run.config.training.precision, device)
     meta_model = build_meta_model(run.config, request.tokenizer.vocab_size, backend=options.backend)
     for prompt in request.prompts or ("",):
         check_prompt_length(meta_model, len(request.tokenizer.encode_with_bos(prompt)) or 1, options.max_new_tokens)
     # Training's self-check does not cover decoding one row per step.
-    backend = options.backend or run.config.model.attention_backend
-    loaded = load_model(
-        run, device=device, dtype=dtype, backend=backend, window=options.window,
-        attention_temperature=options.attention_temperature, rope=options.rope,
-    )  # fmt: skip
+    loaded = load_requested_model(request, backend=options.backend or run.config.model.attention_backend)
     return TextGenerator(loaded.model, request.tokenizer, options)
+
+
+def load_requested_model(request: GenerationRequest, *, backend: str | None) -> LoadedModel:
+    """Load the model of a request on its device. Raises the errors of `load_model` and of an unavailable device."""
+    with pause_garbage_collection():
+        from megatron.checkpoint.load_model import load_model
+
+    run, options = request.run, request.options
+    device = resolve_device(options.device)
+    return load_model(
+        run, device=device, dtype=resolve_dtype(options.precision, run.config.training.precision, device),
+        backend=backend, window=options.window, attention_temperature=options.attention_temperature, rope=options.rope,
+        end_of_document=request.tokenizer.eod,
+    )  # fmt: skip
 
 
 def print_completions(

@@ -25,7 +25,7 @@ from megatron.evaluation.provenance import (
     list_method_names,
     list_software_versions,
 )
-from megatron.model.device_dtype import check_backend, check_precision, resolve_device, resolve_dtype
+from megatron.model.device_dtype import check_precision, resolve_device, resolve_dtype
 from megatron.options.evaluation import EvaluationOptions
 from megatron.reports import records as record_files
 from megatron.reports.method_rows import disambiguate_methods
@@ -210,7 +210,6 @@ def read_eval_request(runs: Sequence[str | Path], options: EvaluationOptions, ou
     if not runs:
         raise UserError("no run given; give at least one run folder")
     check_precision(options.precision, options.device)
-    check_backend(options.backend)
     trained_runs = open_runs(runs)
     run_folder = _find_run_folder(trained_runs)
     folder = run_folder if output is None else Path(output)

@@ -43,7 +43,6 @@ from megatron.evaluation.probe import Probe, RepeatedTokens
 from megatron.evaluation.protocols import ScoringPlan, plan_from_options
 from megatron.evaluation.task_eval import build_task_eval, is_task_run
 from megatron.evaluation.texts import EvalText, check_tokenizer, load_common_text, load_text
-from megatron.model.device_dtype import check_backend
 from megatron.options.evaluation import LOSS_OPTIONS, EvaluationOptions, reject_task_options, reject_text_options
 from megatron.reports.records import Record
 from megatron.utils.errors import UserError
@@ -238,7 +237,6 @@ def build_evaluated_model(config: Config, options: EvaluationOptions) -> GPT:
     """
     from megatron.checkpoint.load_model import build_meta_model
 
-    check_backend(options.backend)
     position = override_position(config.model, config.position, **list_overrides(options))
     with locate_rope_errors(options.rope):
         return build_meta_model(config, 1, position=position, backend=options.backend)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from megatron.options.model import ModelOptions
 from megatron.utils.errors import UserError
 from megatron.utils.formatting import format_choices
 
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-
-BACKENDS: tuple[str, ...] = get_args(ModelOptions.model_fields["attention_backend"].annotation)
 
 
 def parse_device(name: str) -> tuple[str, int]:
@@ -73,9 +70,3 @@ def resolve_dtype(precision: str, trained_precision: str | None, device: torch.d
         precision = (trained_precision or "fp32") if device.type == "cuda" else "fp32"
     check_precision(precision, device.type)
     return get_torch_dtype(precision)
-
-
-def check_backend(name: str | None) -> None:
-    """Raise UserError if the attention backend is unknown; None means the run's own."""
-    if name is not None and name not in BACKENDS:
-        raise UserError(f"backend is {name}; {format_choices(str(name), BACKENDS)}")

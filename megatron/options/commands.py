@@ -13,6 +13,7 @@ from megatron.options.evaluation import (
     Multiple,
     Precision,
 )
+from megatron.options.model import AttentionBackend
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 
 
@@ -88,7 +89,7 @@ class GenerationOptions(ConfigSection):
     rope: str | None = ROPE_FIELD
     device: str = config_field("auto", "device of the model: auto, cpu or cuda")
     precision: Precision = PRECISION_FIELD
-    backend: str | None = config_field(None, "attention backend; the run's own if absent")
+    backend: AttentionBackend | None = config_field(None, "attention backend; the run's own if absent")
 
 
 class ImportOptions(ConfigSection):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megatron.options.model import MAX_LENGTH
+from megatron.options.model import MAX_LENGTH, AttentionBackend
 from megatron.options.section import CommaSeparated, ConfigSection, config_field
 from megatron.utils.errors import UserError
 
@@ -259,7 +259,7 @@ class EvaluationOptions(LengthOptions):
         "auto", "device of the models: auto, cpu or cuda; in a sweep, that of the training if absent"
     )
     precision: Precision = PRECISION_FIELD
-    backend: str | None = config_field(None, "attention backend; the run's own if absent")
+    backend: AttentionBackend | None = config_field(None, "attention backend; the run's own if absent")
     batch_tokens: int | None = config_field(
         None, "input tokens per forward pass; 4,096 on a CPU and 65,536 on a GPU if absent", ge=1
     )

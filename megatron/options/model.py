@@ -15,6 +15,7 @@ DROPOUT_KEYS = ("hidden_dropout", "attention_dropout")
 GATED_ACTIVATIONS = ("geglu", "geglu_tanh", "swiglu")
 """Activations in which one half of the inner values gates the other."""
 
+AttentionBackend = Literal["auto", "eager", "chunked", "sdpa", "triton", "native", "flex"]
 InitMethod = Literal["normal", "scaled_normal", "small_init", "wang_init", "xavier_uniform", "xavier_normal"]
 
 
@@ -198,7 +199,7 @@ class ModelOptions(ConfigSection):
     checkpoint_num_layers: int = config_field(
         1, "with checkpoint_activations true: layers per recomputed block", ge=1, le=MAX_SIZE, policy="machine"
     )
-    attention_backend: Literal["auto", "eager", "chunked", "sdpa", "triton", "native", "flex"] = config_field(
+    attention_backend: AttentionBackend = config_field(
         "auto",
         "attention backend; auto selects the fastest that supports the position encoding and, on a GPU, passes a "
         "self-check (docs/gpu.md)",
