@@ -70,7 +70,8 @@ def resolve_data(config: Config) -> tuple[Config, tuple[str, ...]]:
     if epochs is None:
         return config, tuple(notes)
     slices = list_dataset_slices(config.data, "train")
-    sizes, block = [each.num_tokens() for each in slices], find_longest_length(config)
+    sizes = [each.num_tokens() for each in slices]
+    reads, block = _describe_reads(slices, sizes, epochs), find_longest_length(config)
     steps = count_steps(config, sum(max(0, int(size * epochs) - 1) // block for size in sizes) * block)
     if steps < 1:
         raise UserError(
@@ -82,7 +83,6 @@ def resolve_data(config: Config) -> tuple[Config, tuple[str, ...]]:
             f"train_iters is {training.train_iters}, but train_epochs {epochs:g} gives {steps} steps; set only one",
             "train_iters",
         )
-    reads = _describe_reads(slices, sizes, epochs)
     notes.append(f"train_epochs {epochs:g}: {sum(sizes):,} tokens of text give {steps:,} steps{reads}")
     if not training.train_iters:
         config = config.replace(train_iters=steps)
