@@ -82,7 +82,17 @@ def load_config(
     paths = [find_config(name, search) for name in names]
     loaded = merge_documents([read_yaml(path) for path in paths], overrides, paths)
     words = [*(names if search is None else map(str, paths)), *overrides]
-    return replace(loaded, arguments=shlex.join(words))
+    return replace(loaded, notes=(*loaded.notes, *_describe_published_keys(loaded)), arguments=shlex.join(words))
+
+
+def _describe_published_keys(loaded: LoadedConfig) -> Iterator[str]:
+    """Yield a note for each method that lacks keys of its file, such as FoX with parameters shared by all layers."""
+    for method, keys in method_names.find_published_keys(loaded.config, loaded.layers.values).items():
+        pairs = ", ".join(f"{key}: {format_value(value)}" for key, value in keys.items())
+        yield (
+            f"configs/position/{method}.yml, which defines {method} as published, also sets {pairs}; add that file, or "
+            "set other values to omit this note"
+        )
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:

@@ -9,7 +9,12 @@ a method's file declares are rejected, with a hint to our name. This module does
 
 import itertools
 import re
+from collections.abc import Container, Mapping
+from functools import cache
+from typing import Any
 
+from megatron.config.schema import Config
+from megatron.config.yaml_files import read_yaml
 from megatron.options.position import PositionOptions
 from megatron.position.catalog import (
     MethodFacts,
@@ -105,6 +110,50 @@ def changes_scores(encoding: str) -> bool:
 def list_overlays() -> list[str]:
     """List the overlays in configs/position, named after methods or combinations of keys."""
     return sorted(path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.yml"))
+
+
+def find_published_keys(config: Config, set_keys: Container[tuple[str, ...]]) -> dict[str, dict[str, Any]]:
+    """Find the keys that methods have as published, and a configuration neither has nor sets, by method.
+
+    The file of a method in configs/position defines it as published.
+
+    Args:
+        config: the configuration.
+        set_keys: paths of the keys that its files or overrides set.
+    """
+    position, values = config.position, config.to_flat()
+    found: dict[str, dict[str, Any]] = {}
+    for key, names in (
+        ("pos_emb", position.encodings),
+        ("score_processor", position.processors),
+        ("attention_temperature", position.temperatures),
+    ):
+        for name in names:
+            published = dict(_read_overlay(name))
+            if published.pop(key, None) != name:
+                continue
+            options, defaults = published.pop(f"{key}_options", {}), _read_facts(name).defaults or {}
+            missing = {
+                other: value
+                for other, value in published.items()
+                if (other,) not in set_keys and values.get(other) != value
+            }
+            missing_options = {
+                option: value
+                for option, value in options.items()
+                if (f"{key}_options", option) not in set_keys and defaults.get(option) != value
+            }
+            missing |= {f"{key}_options": missing_options} if missing_options else {}
+            if missing:
+                found[name] = missing
+    return found
+
+
+@cache
+def _read_overlay(name: str) -> Mapping[str, Any]:
+    """Read the file of a method in configs/position; empty for methods without one."""
+    path = SHIPPED_CONFIGS / "position" / f"{name}.yml"
+    return read_yaml(path).values if path.is_file() else {}
 
 
 def describe_compositions() -> dict[str, str]:

@@ -52,6 +52,8 @@ def format_value(value: Any) -> str:
         return "true" if value else "false"
     if value is None:
         return "null"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {format_value(item)}' for name, item in value.items())}}}"
     return str(value) or "''"
 
 

@@ -67,8 +67,9 @@ class Bfloat16Builder(interpreter.InterpreterBuilder):
         return interpreter._interpreter.store(ptrs.data, get_bits(value.data), mask.data)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
-        """Convert numbers between any two types."""
-        return interpreter.TensorHandle(src.data.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+        """Convert numbers between any two types. Numbers beyond the range become infinite, as on a GPU."""
+        with np.errstate(over="ignore"):
+            return interpreter.TensorHandle(src.data.astype(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
 
     def create_bitcast(self, src: Any, dst_type: Any) -> Any:
         """Reinterpret bits as another type of the same size."""

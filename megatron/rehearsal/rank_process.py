@@ -10,6 +10,7 @@ this (`TrainingHooks`, `SaveHooks`), which no command or key sets.
 import json
 import linecache
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -333,7 +334,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: a rehearsed rank needs the null device: {error}", file=sys.stderr)
         return 2
     install_exit_handlers()
-    exit_with_parent()
+    exit_with_parent(signal.SIGKILL)  # training takes SIGHUP as a request to save, and would wait for the parent
     threading.current_thread().name = "rank"
     job = RankJob(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     result = run_rank_job(job)

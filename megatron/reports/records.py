@@ -25,7 +25,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -226,7 +227,7 @@ class Record(BaseModel):
 
     def to_row(self) -> dict[str, Any]:
         """Return the record as a dictionary for files, keyed by metric name and without unknown fields."""
-        file_names = _get_file_field_names(self.metric)
+        file_names = _map_file_field_names(self.metric)
         fields = self.model_dump(exclude_none=True, exclude={"metric"})
         return {
             file_names.get(field, field): value
@@ -244,9 +245,7 @@ def record_from_row(row: dict[str, Any]) -> Record:
     metric_names = [name for name in METRICS if name in row]
     if len(metric_names) > 1:
         raise UserError(f"values of {' and '.join(metric_names)}; a record must have one metric")
-    file_names = _get_file_field_names(metric_names[0]) if metric_names else {}
-    fields = {file_name: field for field, file_name in file_names.items()}
-    columns = _list_file_columns(metric_names or METRICS)
+    columns = _map_file_columns(tuple(metric_names or METRICS))
     for name in row:
         if name not in columns:
             hint = suggest_names(name, columns) or f"fields are {', '.join(columns)}"
@@ -254,23 +253,27 @@ def record_from_row(row: dict[str, Any]) -> Record:
     if not metric_names:
         raise UserError(f"no value; give one of {', '.join(METRICS)}")
     try:
-        return Record.model_validate({"metric": metric_names[0]} | {fields.get(name, name): row[name] for name in row})
+        return Record.model_validate({"metric": metric_names[0]} | {columns[name]: row[name] for name in row})
     except ValidationError as error:
-        raise UserError(describe_field_error(error, file_names)) from error
+        raise UserError(describe_field_error(error, _map_file_field_names(metric_names[0]))) from error
 
 
-def _get_file_field_names(metric: str) -> dict[str, str]:
+# Cached, because they are called for each of thousands of records. The results must not be changed.
+@cache
+def _map_file_field_names(metric: str) -> Mapping[str, str]:
     """Map the fields of the value and its interval to their names in files."""
     return {"value": metric, "low": f"{metric}_low", "high": f"{metric}_high"}
 
 
-def _list_file_columns(metric_names: Iterable[str]) -> list[str]:
-    """Return all field names in files that contain these metrics."""
-    columns: list[str] = []
-    for field in Record.model_fields:
-        if field != "metric":
-            columns += dict.fromkeys(_get_file_field_names(metric).get(field, field) for metric in metric_names)
-    return columns
+@cache
+def _map_file_columns(metric_names: tuple[str, ...]) -> Mapping[str, str]:
+    """Map the names of all fields in files that contain these metrics to the fields of records, in order."""
+    return {
+        _map_file_field_names(metric).get(field, field): field
+        for field in Record.model_fields
+        if field != "metric"
+        for metric in metric_names
+    }
 
 
 def merge_records(old: Sequence[Record], new: Sequence[Record], *, same_run: bool) -> list[Record]:
@@ -344,7 +347,7 @@ def format_records_csv(records: Sequence[Record]) -> str:
     text = io.StringIO()
     columns = [
         name
-        for name in _list_file_columns(dict.fromkeys(record.metric for record in records) or METRICS)
+        for name in _map_file_columns(tuple(dict.fromkeys(record.metric for record in records) or METRICS))
         if name not in NON_TABULAR_FIELDS
     ]
     writer = csv.DictWriter(text, fieldnames=columns, lineterminator="\n", extrasaction="ignore")

@@ -165,11 +165,13 @@ def get_section_title(section: ReportSection) -> str:
 
 def render_report_latex(sections: Sequence[ReportSection], name: str) -> str:
     """Render all tables of a report as LaTeX, with labels that begin with `name`."""
-    tables: list[ComparisonTable | TextTable] = []
+    tables: list[tuple[str | None, ComparisonTable | TextTable]] = []
     for section in sections:
-        tables += () if section.board is None else section.board.build_tables()
         plain_tables, depth_maps = split_depth_maps(section.tables)
-        tables += [*plain_tables, *(depth_map.build_text_table() for depth_map in depth_maps), *section.text_tables]
+        map_tables = [depth_map.build_text_table() for depth_map in depth_maps]
+        board_tables = () if section.board is None else section.board.build_tables()
+        found = (*board_tables, *plain_tables, *map_tables, *section.text_tables)
+        tables += [(section.title, table) for table in found]
     return render_latex_file(tables, name)
 
 

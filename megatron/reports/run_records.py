@@ -176,7 +176,7 @@ def read_run_folder(folder: Path, digests: Mapping[str, str] | None = None) -> S
 def sort_baselines_last(records: Sequence[Record]) -> list[Record]:
     """Return the records of runs, then baselines without duplicates. Every run of a task repeats its baselines."""
     runs = [record for record in records if record.run is not None]
-    baselines = {json.dumps(record.to_row(), sort_keys=True): record for record in records if record.run is None}
+    baselines = {record.model_dump_json(): record for record in records if record.run is None}
     return [*runs, *baselines.values()]
 
 

@@ -2,8 +2,9 @@ r"""Rendering of tables with rich, or as Markdown, plain text, HTML, or LaTeX: c
 
 The best value of each column is bold and marked with `*`, which survives copying as plain text.
 
-LaTeX needs the package booktabs. Each table has a label, and commands for its caption and notes. A document that
-defines such a command before it includes the file keeps its own text when the file is written again:
+LaTeX needs the package booktabs, and graphicx for tables with many columns. Each table has a label, and commands for
+its caption and notes. A document that defines such a command before it includes the file keeps its own text when the
+file is written again:
 
     \newcommand{\captionPaperPerplexityPerToken}{Perplexity of our models beyond the training length.}
     \newcommand{\notesPaperPerplexityPerToken}{}
@@ -14,7 +15,7 @@ defines such a command before it includes the file keeps its own text when the f
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from rich.table import Table
@@ -26,6 +27,7 @@ from megatron.reports.html_page import HtmlCell, HtmlColumn, HtmlTable
 from megatron.utils.formatting import escape_latex
 
 LATEX_MARKER = "% Written by ./deepy.py report: change the records, not this file. It needs \\usepackage{booktabs}.\n"
+SCALED_NOTE = "% Tables wider than a page are scaled, which needs \\usepackage{graphicx}.\n"
 KEEP_NOTE = "% Define a caption or notes command before \\input to replace its text.\n"
 
 _DIGIT_WORDS = ("Zero", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine")
@@ -187,6 +189,10 @@ def is_best(cell: Cell | None) -> bool:
 
 MAX_COLUMN_CHARACTERS = 46
 """Number of characters, each 5 points wide, in one column of a two-column page (3.25 inches or 234 points)."""
+PAGE_CHARACTERS = 96
+"""Number of characters in a table across a page (7 inches or 506 points), with a margin for wide letters."""
+MIN_WRAPPED_CHARACTERS = 24
+"""Width from which a column may be wrapped, in characters."""
 GAP_CHARACTERS = 2
 """Width of the gap between two columns of a table (12 points), in characters of 5 points."""
 
@@ -222,35 +228,70 @@ class LatexTable:
         # Across both columns of a page that has two; in a page with one column both environments are the same.
         width = sum(widths) + GAP_CHARACTERS * (len(widths) - 1)
         environment = "table*" if width > MAX_COLUMN_CHARACTERS else "table"
+        columns = _wrap_columns(self.columns, widths) if width > PAGE_CHARACTERS else list(self.columns)
+        begin, end = rf"\begin{{tabular}}{{{''.join(columns)}}}", r"\end{tabular}"
+        if width > PAGE_CHARACTERS and columns == list(self.columns):
+            begin, end = rf"\resizebox{{\textwidth}}{{!}}{{{begin}", f"{end}}}"
         lines += [
             rf"\begin{{{environment}}}", r"\centering", rf"\caption{{\caption{command}}}", rf"\label{{tab:{label}}}",
-            rf"\begin{{tabular}}{{{self.columns}}}", r"\toprule", *_format_lines(self.headers), r"\midrule",
-            *_format_lines(self.rows), r"\bottomrule", r"\end{tabular}",
+            begin, r"\toprule", *_format_lines(self.headers), r"\midrule", *_format_lines(self.rows), r"\bottomrule",
+            end,
         ]  # fmt: skip
         if self.notes:
             lines.append(rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize\notes{command}}}")
         return "\n".join([*lines, rf"\end{{{environment}}}"]) + "\n"
 
 
-def render_latex_file(tables: Iterable[ComparisonTable | TextTable], name: str) -> str:
-    """Render a file of tables.
+def _wrap_columns(columns: str, widths: Sequence[int]) -> list[str]:
+    """Return the column types of a table that is wider than a page, with wrapped columns if that makes it fit.
+
+    Long columns share the space that short ones leave, the shortest of them first.
+    """
+    types, left = list(columns), PAGE_CHARACTERS - GAP_CHARACTERS * len(columns)
+    wrapped = sorted((width, index) for index, width in enumerate(widths) if width > MIN_WRAPPED_CHARACTERS)
+    left -= sum(width for width in widths if width <= MIN_WRAPPED_CHARACTERS)
+    if left < MIN_WRAPPED_CHARACTERS * len(wrapped) or not wrapped:
+        return types
+    for number, (width, index) in enumerate(wrapped):
+        share = min(width, left // (len(wrapped) - number))
+        left -= share
+        if share < width:
+            types[index] = rf"p{{{share / (PAGE_CHARACTERS + GAP_CHARACTERS):.2f}\textwidth}}"
+    return types
+
+
+def render_latex_file(tables: Iterable[tuple[str | None, ComparisonTable | TextTable]], name: str) -> str:
+    """Render a file of tables, whose captions and labels differ.
 
     Args:
-        tables: tables in order.
+        tables: tables in order, each with the title of its experiment, or None if it belongs to none.
         name: first word of all labels, which distinguishes the files of a document.
     """
-    parts = [LATEX_MARKER + KEEP_NOTE]
+    given = list(tables)
+    has_experiments = len({experiment for experiment, _ in given}) > 1
+    rendered = []
     labels: set[str] = set()
-    for table in tables:
+    captions: set[str] = set()
+    for experiment, table in given:
         content = _convert_comparison(table) if isinstance(table, ComparisonTable) else _convert_text_table(table)
-        base = label = _build_label(f"{name} {content.title.partition(',')[0]}")
-        for number in range(2, len(labels) + 2):
-            if label not in labels:
-                break
-            label = f"{base}-{number}"
-        labels.add(label)
-        parts.append(content.render(label))
-    return "\n".join(parts)
+        words = [name, content.title.partition(", ")[0]]
+        caption = content.title
+        if experiment is not None:
+            caption = f"{experiment}. {caption}"
+            words[1:1] = [experiment.partition(":")[0]] * has_experiments
+        label = _find_unused(_build_label(" ".join(words)), "-{}", labels)
+        caption = _find_unused(caption, " ({})", captions)
+        rendered.append(replace(content, title=caption).render(label))
+    scaled = SCALED_NOTE if any(r"\resizebox" in text for text in rendered) else ""
+    return "\n".join([LATEX_MARKER + scaled + KEEP_NOTE, *rendered])
+
+
+def _find_unused(text: str, suffix: str, used: set[str]) -> str:
+    """Return a text, with the first number from 2 that makes it unused, and add it to the used ones."""
+    numbered = (text + suffix.format(number) for number in range(2, len(used) + 2))
+    found = next(candidate for candidate in (text, *numbered) if candidate not in used)
+    used.add(found)
+    return found
 
 
 def _build_label(text: str) -> str:

@@ -23,7 +23,13 @@ from megatron.sweeps.remaining_work import (
     find_finished_step,
     find_member_divergence,
 )
-from megatron.sweeps.results import REPORT_FILE, compute_member_digest, list_members_of_other_parts, load_saved_outcome
+from megatron.sweeps.results import (
+    REPORT_FILE,
+    compute_member_digest,
+    has_saved_file,
+    list_members_of_other_parts,
+    load_saved_outcome,
+)
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training.metrics_log import METRICS_FILE
 from megatron.utils.atomic_io import check_no_foreign_files, check_writable
@@ -37,7 +43,7 @@ Log = Callable[[str], None]
 def check_sweep(sweep: Sweep, console: Console | None, *, retry_failed: bool = False) -> None:
     """Check a sweep as its start does, print the state of every run, and create and start nothing.
 
-    Data that the sweep prepares first are not checked.
+    Data that the sweep prepares first are not checked, and saved records cannot be matched without them.
 
     Args:
         sweep: the sweep.
@@ -61,7 +67,7 @@ def check_sweep(sweep: Sweep, console: Console | None, *, retry_failed: bool = F
             check_writable("sweep.records", Path(sweep.options.records))
         check_no_foreign_sweep_files(sweep)
         works: dict[SweepMember, MemberWork] = {}
-        done = set(diverged)
+        done, unmatched = set(diverged), set[SweepMember]()
         corpus = sweep.options.corpus
         if corpus is None or (Path(corpus.folder) / CORPUS_FILE).is_file():
             with WaitAnnouncer(log, "checking the data and the starting points of the runs"):
@@ -71,15 +77,28 @@ def check_sweep(sweep: Sweep, console: Console | None, *, retry_failed: bool = F
                 check_member_starts(begins, in_queue=False, may_download=False)
         else:
             log(f"note: the data are not checked, because the sweep first prepares the corpus {corpus.folder}")
+            unmatched = {member for member in sweep.members if member not in done and has_saved_file(sweep, member)}
+            if unmatched:
+                log(
+                    f"note: {len(unmatched)} runs have saved records in {sweep.options.records}; after preparing the "
+                    "corpus, the sweep does not repeat those that match it"
+                )
         done |= {member for member, work in works.items() if not work.has_work}
         elsewhere = list_members_of_other_parts(sweep) - done
         done |= elsewhere
-        check_sweep_disk(sweep, [member for member in sweep.members if member not in done])
+        unmatched -= done
+        check_sweep_disk(sweep, [member for member in sweep.members if member not in done and member not in unmatched])
         for member in sweep.members:
             state = _describe_state(member, finished_steps[member], diverged.get(member), is_done=member in done)
-            log(f"{member.name}: {'in another part of the sweep' if member in elsewhere else state}")
+            if member in elsewhere:
+                state = "in another part of the sweep"
+            elif member in unmatched:
+                state += ", unless its saved records match"
+            log(f"{member.name}: {state}")
         time = _describe_training_time(works, [work for member, work in works.items() if member not in done])
-        counts = f"{len(sweep.members) - len(done)} of {len(sweep.members)} runs to train or evaluate"
+        num_remaining = len(sweep.members) - len(done)
+        minimum = f"{num_remaining - len(unmatched)} to " if unmatched else ""
+        counts = f"{minimum}{num_remaining} of {len(sweep.members)} runs to train or evaluate"
         log(f"{counts}{time}; nothing was started")
 
 

@@ -24,7 +24,7 @@ This module does not import torch, so mistakes in the file are reported immediat
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,7 @@ from megatron.checkpoint.layout import get_checkpoint_path
 from megatron.config.config_layers import COMMAND_LINE, ConfigLayers
 from megatron.config.execution import ResolvedRun
 from megatron.config.load import find_config, merge_documents, split_override
-from megatron.config.method_names import list_processor_values
+from megatron.config.method_names import find_published_keys, list_processor_values
 from megatron.config.position_overrides import list_overrides
 from megatron.config.schema import Config, KeyPath
 from megatron.config.stages import list_stage_configs
@@ -221,8 +221,23 @@ def read_sweep(
     members: list[SweepMember] = []
     for training in trainings:
         members += _build_training(training, options, setters, locate, notes)
+    if not options.differences:
+        notes += _describe_unpublished_methods(members)
     texts = {document.source: Path(document.source).read_text(encoding="utf-8") for document in documents}
     return Sweep(options, tuple(members), tuple(dict.fromkeys(notes)), texts, locate, settings)
+
+
+def _describe_unpublished_methods(members: Sequence[SweepMember]) -> Iterator[str]:
+    """Yield a note on the methods that lack keys of their files, unless there are none."""
+    found: dict[str, dict[str, Any]] = {}
+    for member in {member.variant: member for member in members}.values():
+        found |= find_published_keys(member.config, member.layers.values)
+    if found:
+        keys = ", ".join(dict.fromkeys(key for missing in found.values() for key in missing))
+        yield (
+            f"{', '.join(found)}: their files in configs/position, which define them as published, also set {keys}; "
+            "set these keys, or state the difference in sweep.differences to omit this note"
+        )
 
 
 @dataclass(frozen=True)

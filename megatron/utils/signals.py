@@ -18,9 +18,10 @@ A signal that is ignored at the start (SIGHUP under nohup) stays ignored.
 
 Some processes must not outlive the one that started them, however it ended: the ranks of a run, and the training runs
 of a sweep. The parent passes `get_parent_variable()` in the environment. The child calls `exit_with_parent` first, and
-then receives SIGHUP when the parent ends, even by SIGKILL. Training responds by saving after its step. The system
-passes a child from one of its parent's dying threads to the next, and sends the signal each time. So the signal must be
-one whose repetition has no effect: SIGHUP, not SIGTERM, which ends a run immediately if repeated.
+then receives SIGHUP when the parent ends, even by SIGKILL. Training responds by saving after its step. Rehearsed ranks
+have nothing to save, and request SIGKILL. The system passes a child from one of its parent's dying threads to the next,
+and sends the signal each time. So the signal must be one whose repetition has no effect: SIGHUP, not SIGTERM, which
+ends a run immediately if repeated.
 """
 
 from __future__ import annotations  # deepy.py imports this with old Python versions too, to re-execute with ours
@@ -355,19 +356,22 @@ def get_parent_variable() -> dict[str, str]:
     return {PARENT_VARIABLE: str(os.getpid())}
 
 
-def exit_with_parent() -> None:
-    """Request SIGHUP on Linux when the process that bound this one ends. Does nothing without such a process.
+def exit_with_parent(signum: signal.Signals = signal.SIGHUP) -> None:
+    """Request a signal on Linux when the process that bound this one ends. Does nothing without such a process.
 
     The signal is received even if the parent ignores it (nohup): bound processes have their own sessions, so it does
     not come from a terminal.
+
+    Args:
+        signum: SIGHUP, which lets training save, or SIGKILL for a process that has nothing to save.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)  # not inherited by our children
     if parent is None or not sys.platform.startswith("linux"):
         return
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signum) is signal.SIG_IGN:
+        signal.signal(signum, signal.SIG_DFL)
     import ctypes  # only needed in a child of ours
 
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGHUP)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None, use_errno=True).prctl(1, signum)  # PR_SET_PDEATHSIG
     if parent != str(os.getppid()):  # the parent ended before the call
         sys.exit(1)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +54,32 @@ def test_the_arguments_of_a_load_can_be_pasted_into_a_shell(write, tmp_path):
     write(over="seed: 7")
     assert load_config(["base", "over"], ["eval_lengths=[2x, 4x]"]).arguments == "base over 'eval_lengths=[2x, 4x]'"
     assert load_config(["base", "over"], search=[tmp_path]).arguments == f"{tmp_path}/base.yml {tmp_path}/over.yml"
+
+
+def test_a_method_without_the_keys_of_its_file_is_noted(write):
+    """Published definitions are in configs/position. A key that the user sets, to whatever value, is a decision."""
+
+    def list_noted(*overrides: str, files: Sequence[str] = ()) -> list[str]:
+        """Return what the notes say that files of methods also set."""
+        notes = load_config(["base.yml", *files], overrides).notes
+        return [note.partition(" also sets ")[2].partition("; add that file")[0] for note in notes]
+
+    (note,) = load_config(["base.yml"], ["pos_emb=fox"]).notes
+    assert note == (
+        "configs/position/fox.yml, which defines fox as published, also sets pos_emb_per_layer: true; add that file, "
+        "or set other values to omit this note"
+    )
+    assert list_noted(files=["fox"]) == list_noted("pos_emb=fox", "pos_emb_per_layer=false") == []
+    assert list_noted("pos_emb=[fox, none]") == ["pos_emb_per_layer: true"]
+    assert list_noted("pos_emb=fope", "pos_emb_per_layer=true") == ["pos_emb_options: {released: true}"]
+    assert list_noted("pos_emb=bam", "pos_emb_options.location=false") == []
+    assert list_noted("pos_emb=cope", "score_processor=mta", "score_processor_options.gate=false") == [
+        "pos_emb_per_layer: true",
+        "score_processor_options: {weights_query_kernel_size: 6, weights_key_kernel_size: 11, mixes_scores: true, "
+        "depth_scale: false, absolute: true}",
+    ]
+    # Defaults of our keys are what these files set, so nothing is missing.
+    assert list_noted("pos_emb=kerple_log", "score_processor=cdape", "attention_temperature=llama4") == []
 
 
 def test_later_layers_win_and_report_replaced_values(write):

@@ -1,5 +1,6 @@
 """bfloat16 in the interpreter equals PyTorch's."""
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -88,6 +89,26 @@ def test_operations_and_conversions_equal_those_of_pytorch() -> None:
         _compute_each[(1,)](*given, found, size)
     for row, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(ours, theirs), row  # Triton negates by 0 - x
+
+
+@triton.jit
+def _narrow(x_ptr, integer_ptr, out_ptr, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + i)
+    tl.store(out_ptr + i, x.to(tl.float16))
+    tl.store(out_ptr + SIZE + i, x.to(tl.bfloat16).to(tl.float16))
+    tl.store(out_ptr + 2 * SIZE + i, tl.load(integer_ptr + i).to(tl.float16))
+    tl.store(out_ptr + 3 * SIZE + i, x)  # a store converts as well
+
+
+def test_numbers_beyond_float16_become_infinite_without_a_warning() -> None:
+    x = torch.tensor([65504.0, 65519.0, 65520.0, -1e6, 3e38, -float("inf"), 1.0, 0.0])
+    integers = x.nan_to_num(0, 0, 0).clamp(-(1 << 20), 1 << 20).int()
+    found = torch.zeros(4, len(x), dtype=torch.float16)
+    with launch_context(x), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _narrow[(1,)](x, integers, found, len(x))
+    assert torch.equal(found, torch.stack([x.half(), x.bfloat16().half(), integers.half(), x.half()]))
 
 
 @triton.jit

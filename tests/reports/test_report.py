@@ -21,7 +21,7 @@ from megatron.reports.leaderboard import Leaderboard
 from megatron.reports.records import Record, record_from_row, write_records, write_records_csv
 from megatron.reports.report import ReportSection, TrainingSection
 from megatron.reports.report_sentences import describe_measurements, describe_plots
-from megatron.reports.table_formats import TextTable, render_latex_file
+from megatron.reports.table_formats import LATEX_MARKER, TextTable, render_latex_file
 from megatron.utils.atomic_io import write_page_atomically
 from megatron.utils.errors import UserError
 
@@ -352,7 +352,7 @@ def test_configurations_are_collapsed(story: list[Record]) -> None:
 def test_latex_shows_any_name_and_the_best_in_bold(tmp_path: Path) -> None:
     rows = [record("50% & a_b", 64, 5.0), record(r"\\x^2~{$#}", 64, 6.0, max_length=64), record("50% & a_b", 128, 7.0)]
     (table,) = build_comparison_tables(rows)
-    lines = render_latex_file([table], "x").splitlines()
+    lines = render_latex_file([(None, table)], "x").splitlines()
     assert r"method & 1$\times$ & 2$\times$ \\" in lines
     assert r"50\% \& a\_b & \textbf{5.00} & \textbf{7.00} \\" in lines
     special = r"\textbackslash{}\textbackslash{}x\textasciicircum{}2\textasciitilde{}\{\$\#\}"
@@ -370,12 +370,12 @@ def test_latex_shows_any_name_and_the_best_in_bold(tmp_path: Path) -> None:
         lines
     )
     assert r"\caption{\captionXPerplexityPerToken}" in lines
-    assert [line for line in render_latex_file([table] * 3, "x2").splitlines() if "label" in line] == [
+    assert [line for line in render_latex_file([(None, table)] * 3, "x2").splitlines() if "label" in line] == [
         r"\label{tab:x2-perplexity-per-token}",
         r"\label{tab:x2-perplexity-per-token-2}",
         r"\label{tab:x2-perplexity-per-token-3}",
     ]
-    assert r"\caption{\captionXTwoPerplexityPerTokenThree}" in render_latex_file([table] * 3, "x2")
+    assert r"\caption{\captionXTwoPerplexityPerTokenThree}" in render_latex_file([(None, table)] * 3, "x2")
     (tmp_path / "mine.tex").write_text("mine")
     with pytest.raises(UserError, match=r"mine\.tex"):
         combine_results([tmp_path], Console(quiet=True), output=tmp_path / "mine.tex")
@@ -388,11 +388,50 @@ def test_a_wide_latex_table_spans_both_columns() -> None:
         rows = [
             record(method, length, value) for method, value in (("rotary", 5.0), ("alibi", 4.0)) for length in lengths
         ]
-        lines = render_latex_file(build_comparison_tables(rows), "x").splitlines()
+        (table,) = build_comparison_tables(rows)
+        lines = render_latex_file([(None, table)], "x").splitlines()
         assert [line for line in lines if "{table" in line] == [
             rf"\begin{{{environment}}}",
             rf"\end{{{environment}}}",
         ]
+
+
+def test_a_latex_table_wider_than_a_page_is_wrapped_or_scaled() -> None:
+    """Columns of sentences are wrapped. A table of many short columns is scaled, which needs another package."""
+
+    def render(*cells: str) -> str:
+        headers = tuple(f"{index}" for index in range(len(cells)))
+        return render_latex_file([(None, TextTable("t", "method", headers, (("a", cells),)))], "x")
+
+    assert r"\begin{tabular}{lll}" in render("x" * 40, "x" * 40)
+    long = render("x" * 30, "x " * 100, "1.0")
+    assert r"\begin{tabular}{llp{0.50\textwidth}l}" in long
+    both = render("x " * 70, "x " * 100, "1.0")
+    assert sum(map(float, re.findall(r"p\{([\d.]+)\\textwidth\}", both))) < 0.9
+    assert "graphicx" not in long + both
+    short = render(*["1.00 ± 0.01"] * 12)
+    assert "\\resizebox{\\textwidth}{!}{\\begin{tabular}{lllllllllllll}\n" in short
+    assert "\n\\end{tabular}}\n" in short
+    assert r"\usepackage{graphicx}" in short
+    for text in (long, both, short):
+        assert text.count("{") == text.count("}")
+        assert text.startswith(LATEX_MARKER)
+
+
+def test_tables_of_several_experiments_have_their_own_captions_and_labels(story: list[Record]) -> None:
+    titles = ("KERPLE, table 3: 5 seeds", "DAPE V2, table 1: ΔP", None, "DAPE V2, table 1: ΔP")
+    sections = [report.ReportSection(title, story) for title in titles]
+    text = report.render_report_latex(sections, "x")
+    captions = re.findall(r"^\\providecommand\{(\\caption\w+)\}\{(.+)\}$", text, re.MULTILINE)
+    labels = re.findall(r"\\label\{(.+)\}", text)
+    for found in (*zip(*captions, strict=True), labels):
+        assert len(set(found)) == len(found) >= len(titles)
+    assert captions[0][1].startswith("KERPLE, table 3: 5 seeds. Perplexity per token, trained at ")
+    assert labels[0] == "tab:x-kerple-table-3-perplexity-per-token"
+    # A section's labels do not change with the experiments before it.
+    assert set(re.findall(r"\\label\{(.+)\}", report.render_report_latex(sections[1:3], "x"))) <= set(labels)
+    (alone, *_) = re.findall(r"\\label\{(.+)\}", report.render_report_latex(sections[:1], "x"))
+    assert alone == "tab:x-perplexity-per-token"
 
 
 def test_pages_of_earlier_versions_may_be_overwritten(tmp_path: Path) -> None:

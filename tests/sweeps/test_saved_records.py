@@ -14,6 +14,7 @@ from megatron.config.stages import list_stage_configs
 from megatron.reports import paper_experiment, run_records
 from megatron.reports.combine import build_sections, combine_results
 from megatron.sweeps import results
+from megatron.sweeps.run_sweep import run_sweep
 from megatron.sweeps.spec import read_sweep
 from megatron.utils.errors import RunError, UserError
 
@@ -44,6 +45,28 @@ def test_finished_members_are_read_from_their_records(trainer: Trainer) -> None:
     run(KEEP, "sweep.seeds=[3, 4]")
     assert list_trainings(trainer) == ["rotary 3 None"]
     assert {path: path.read_bytes() for path in contents} == contents, "equal records are equal files"
+
+
+def test_a_dry_run_without_the_corpus_does_not_ignore_saved_records(trainer: Trainer) -> None:
+    """Records are matched by the corpus, so before its preparation they may replace any number of runs."""
+    keys = [KEEP, "sweep.seeds=[3, 4]"]
+    run(*keys)
+    shutil.rmtree("out")
+    Path("kept/rotary/seed_3.json.gz").unlink()
+
+    def list_lines() -> list[str]:
+        terminal = io.StringIO()
+        run_sweep(["sweep.yml"], keys, Console(file=terminal, width=200), dry_run=True)
+        return terminal.getvalue().splitlines()
+
+    assert list_lines()[-1].startswith("1 of 4 runs to train or evaluate")
+    shutil.rmtree("corpus")
+    note, *states, count = list_lines()[-6:]
+    matching = "after preparing the corpus, the sweep does not repeat those that match it"
+    assert note == f"note: 3 runs have saved records in kept; {matching}"
+    assert states.count("rotary, seed 3: new") == 1
+    assert sum(state.endswith(": new, unless its saved records match") for state in states) == 3
+    assert count == "1 to 4 of 4 runs to train or evaluate; nothing was started"
 
 
 def test_a_report_is_made_from_saved_records_alone(trainer: Trainer) -> None:

@@ -143,6 +143,14 @@ def test_the_quickstart_is_valid() -> None:
     assert found.notes == ()
 
 
+def test_methods_without_the_keys_of_their_files_are_noted_once(place: Path) -> None:
+    write(BASE.replace("rotary: {pos_emb: rotary}", "fox: {pos_emb: fox}").replace("alibi", "fire"))
+    (note,) = read_sweep(["sweep.yml"], ["sweep.seeds=[1, 2]"]).notes
+    assert note.startswith("fox, fire: their files in configs/position, which define them as published, also set pos_")
+    assert read_sweep(["sweep.yml"], ["pos_emb_per_layer=false"]).notes == ()
+    assert read_sweep(["sweep.yml"], ["sweep.differences=[All layers share parameters]"]).notes == ()
+
+
 def test_zoo_has_every_method_at_one_budget_and_all_its_questions() -> None:
     configs = ROOT / "configs"
     zoo = read_sweep([str(configs / "quickstart.yml"), str(configs / "zoo.yml")])
