@@ -131,6 +131,21 @@ def test_on_your_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (tmp_path / "runs" / "first" / "job.sbatch").is_file()
 
 
+def test_the_plan_on_the_page_is_what_is_printed(tmp_path: Path) -> None:
+    """The numbers that the page quotes from the first plan are those of its first layout."""
+    page = (ROOT / "docs" / "on_your_cluster.md").read_text(encoding="utf-8")
+    words = next(words for words in list_commands(page) if words[1] == "plan")
+    done = forked.run(ROOT / "deepy.py", *words[1:], cwd=tmp_path)
+    quoted = re.search(r"the first layout takes (\d+) days on (\d+) GPUs, about\s([\d,]+) GPU-hours", page)
+    (row,) = re.findall(r"row `(.*?)`", page)
+    assert quoted is not None
+    days, gpus, hours = (int(number.replace(",", "")) for number in quoted.groups())
+    first = done.stdout.partition("\ntp  cp ")[2].splitlines()[1].split()
+    assert (first[-1], words[words.index("--gpus") + 1]) == (str(days), str(gpus))
+    assert abs(hours - days * 24 * gpus) <= gpus * 12, "the printed days are rounded"
+    assert f"  {row} " in done.stdout
+
+
 def test_only_three_packages_need_torch(tmp_path: Path) -> None:
     """The commands for a container with its own torch install everything else, and nothing that would replace it."""
     shutil.copy(ROOT / "requirements.txt", tmp_path)

@@ -1,14 +1,12 @@
 """Attention weights from the logits of a row: a softmax with or without a sink, or stick-breaking.
 
-| softmax_type   | weight of key j for row i                        | sum of a row's weights          |
-|----------------|--------------------------------------------------|---------------------------------|
-| vanilla        | exp(x_ij) / Σ_l exp(x_il)                        | 1                               |
-| off-by-one     | exp(x_ij) / (1 + Σ_l exp(x_il))                  | less than 1                     |
-| learnable      | exp(x_ij) / (exp(s_h) + Σ_l exp(x_il))           | less than 1                     |
-| stick-breaking | σ(x_ij) · Π_{j<l<i} (1 − σ(x_il)) for j < i      | less than 1; 0 in the first row |
-
-stick-breaking-remainder is stick-breaking in which the row's own token, j = i, gets the remaining weight, so that
-weights sum to 1.
+| softmax_type             | weight of key j for row i                       | sum of a row's weights          |
+|--------------------------|-------------------------------------------------|---------------------------------|
+| vanilla                  | exp(x_ij) / Σ_l exp(x_il)                       | 1                               |
+| off-by-one               | exp(x_ij) / (1 + Σ_l exp(x_il))                 | less than 1                     |
+| learnable                | exp(x_ij) / (exp(s_h) + Σ_l exp(x_il))          | less than 1                     |
+| stick-breaking           | σ(x_ij) · Π_{j<l<i} (1 − σ(x_il)) for j < i     | less than 1; 0 in the first row |
+| stick-breaking-remainder | the same for j < i, and the remainder for j = i | 1                               |
 
 A sink is an additional logit of a row without a value: its weight attends to nothing. Rows without relevant keys then
 need not attend to the first token. Sources: off-by-one, Miller 2023 (Attention is off by one); learnable, one per head,

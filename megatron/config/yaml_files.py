@@ -36,8 +36,6 @@ ALLOWED_TAGS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
 MERGE_TAG = "tag:yaml.org,2002:merge"
 TEXT_TAG = "tag:yaml.org,2002:str"
 
-"""Configuration files shipped with the project."""
-
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
 """Largest number of keys, values, lists and mappings, including expanded aliases. The largest file here, zoo.yml, has

@@ -192,7 +192,9 @@ class DataOptions(ConfigSection):
         None, "true if the tokenizer prepends a token to each text; if absent, as its file says", policy="data"
     )
     eod_mask_loss: bool = config_field(False, "do not score the token after the end of a document", policy="data")
-    num_workers: int = config_field(0, "data loading processes", ge=0, le=1024, policy="machine")
+    num_workers: int = config_field(
+        0, "processes per rank that load data; 0: the training process loads it", ge=0, le=1024, policy="machine"
+    )
 
 
 TASK_KEYS = ("task_options", "task_length", "task_shortest_length")

@@ -1,4 +1,4 @@
-"""Options of evaluation: of `./deepy.py evaluate`, most of them also of `evaluate:` in a sweep."""
+"""Options of evaluation, for `./deepy.py evaluate` and, except for `TaskOptions`, for `evaluate:` in a sweep."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal

@@ -101,7 +101,7 @@ class LaunchOptions(ConfigSection):
         None, "number of machines; if absent, those of srun, mpirun or torchrun, else 1", ge=1,
         le=MAX_RANKS, policy="machine",
     )  # fmt: skip
-    device: Literal["auto", "cpu", "cuda"] = config_field("auto", "auto is cuda if available", policy="machine")
+    device: Literal["auto", "cpu", "cuda"] = config_field("auto", "auto: cuda if available, else cpu", policy="machine")
     check_resources: bool = config_field(
         True,
         "reject configurations that cannot fit into GPU memory, host memory or the disk, before building anything",

@@ -67,7 +67,7 @@ class ModelOptions(ConfigSection):
     )
     layernorm_epsilon: float = config_field(1e-5, "epsilon of layernorm", gt=0, policy="architecture")
     layernorm_bias: bool = config_field(
-        True, "bias in layernorm; false for Command; rmsnorm never has one", policy="architecture"
+        True, "bias in layernorm (Command R has none); rmsnorm never has one", policy="architecture"
     )
     rms_norm_epsilon: float = config_field(1e-8, "epsilon of rmsnorm", gt=0, policy="architecture")
     use_qk_layernorm: bool = config_field(
@@ -105,7 +105,7 @@ class ModelOptions(ConfigSection):
         policy="architecture",
     )  # fmt: skip
     logit_scale: float = config_field(
-        1.0, "factor on the logits of the vocabulary, before their soft cap (Command: 0.0625)", gt=0,
+        1.0, "factor on the logits of the vocabulary, before their soft cap (Command R: 0.0625)", gt=0,
         policy="architecture",
     )  # fmt: skip
     activation: Literal["gelu", "gelu_tanh", "relu", "silu", "geglu", "geglu_tanh", "swiglu"] = config_field(
@@ -256,7 +256,7 @@ def get_q_hidden_size(model: ModelOptions) -> int:
 def get_kv_hidden_size(model: ModelOptions) -> int:
     """Return the width of a token's keys, which is also that of its values.
 
-    Equal to that of its queries unless grouped.
+    It is the width of the queries unless several query heads share a key.
     """
     return get_head_dim(model) * get_num_kv_heads(model)
 

@@ -120,7 +120,7 @@ class HarnessOptions(ConfigSection):
 class LoggingOptions(ConfigSection):
     """Logging during training."""
 
-    log_interval: int = config_field(100, "steps between reports", ge=1, le=MAX_STEPS, policy="output")
+    log_interval: int = config_field(100, "steps between reports of the loss", ge=1, le=MAX_STEPS, policy="output")
     tensorboard_dir: str | None = config_field(
         None, "TensorBoard folder; `tensorboard` in the run's folder if absent", policy="output"
     )

@@ -94,7 +94,7 @@ class PositionOptions(ConfigSection):
 
     pos_emb: Annotated[str | list[str], PlainValidator(_check_names)] = config_field(
         "learned",
-        "position encoding, named after a file in megatron/position/encodings (`./deepy.py positions`); a list is a "
+        "position encoding, a name from `./deepy.py positions` or of a file of your own (docs/python.md); a list is a "
         "pattern of layers",
         policy="architecture",
     )
@@ -135,7 +135,7 @@ class PositionOptions(ConfigSection):
     )
     score_processor: Annotated[str | list[str], PlainValidator(_check_names)] = config_field(
         "none",
-        "score processor: none, or a name of a file in megatron/position/processors; a list is a pattern of layers",
+        "score processor: none, or a name from `./deepy.py positions`; a list is a pattern of layers",
         policy="architecture",
     )
     score_processor_options: dict[str, Any] = config_field(
@@ -145,8 +145,8 @@ class PositionOptions(ConfigSection):
     )
     attention_temperature: Annotated[str | list[str], PlainValidator(_check_names)] = config_field(
         "none",
-        "factor on each query that depends on its number of visible keys: none, or a name of a file in "
-        "megatron/position/temperatures; a list is a pattern of layers",
+        "factor on each query that depends on its position or number of visible keys: none, or a name from "
+        "`./deepy.py positions`; a list is a pattern of layers",
         policy="architecture",
     )
     attention_temperature_options: dict[str, Any] = config_field(
@@ -157,10 +157,10 @@ class PositionOptions(ConfigSection):
 
     softmax_type: Annotated[str | list[str], PlainValidator(_check_softmax_types)] = config_field(
         "vanilla",
-        "attention softmax: vanilla; off-by-one, with 1 added to the denominator; learnable, with exp of a learned "
-        "sink per head added (gpt-oss); stick-breaking, where each key takes a share of what later keys leave (Tan et "
-        "al. 2024); or stick-breaking-remainder, where the token itself takes the remainder; a list is a pattern of "
-        "layers",
+        "softmax of attention: vanilla; off-by-one, with 1 added to the denominator; learnable, with exp of a learned "
+        "sink per head added (gpt-oss); stick-breaking, where each key receives a fraction of the weight that later "
+        "keys leave (Tan et al. 2024); or stick-breaking-remainder, where the token itself receives the rest; a list "
+        "is a pattern of layers",
         policy="architecture",
     )
 

@@ -19,9 +19,9 @@ class SweepCorpusOptions(CorpusOptions):
 class PublishedOptions(ConfigSection):
     """Published table to compare with."""
 
-    source: str = config_field(..., "paper and table, and its corpus", min_length=1)
+    source: str = config_field(..., "paper, table and corpus", min_length=1)
     train_length: int = config_field(..., "training length of the paper, in tokens", ge=1)
-    metric: str = config_field("perplexity", "our name of the metric")
+    metric: str = config_field("perplexity", "name of the metric in Farfield")
     lengths: list[int] = config_field(..., "lengths of the table, in tokens", min_length=1)
     rows: dict[str, list[float | None]] = config_field(
         ..., "variant → values at these lengths; null if missing", min_length=1
@@ -104,7 +104,9 @@ class SweepOptions(ConfigSection):
     differences: list[str] = config_field(list, "differences from the papers, as sentences of the report")
     evaluate: EvaluationOptions = config_field(EvaluationOptions, "evaluation of the trained models")
     evaluations: dict[str, FurtherEvaluationOptions] = config_field(
-        dict, "name → additional evaluation of the same runs; with overrides it has its own row: VARIANT (NAME)"
+        dict,
+        "name → additional evaluation of the same runs, with the keys of `evaluate`, and `variants` to score (all if "
+        "absent); with overrides it has its own row: VARIANT (NAME)",
     )
     benchmarks: dict[str, BenchmarkOptions] = config_field(dict, "name → additional training of every variant")
     leaderboard: LeaderboardOptions | None = config_field(

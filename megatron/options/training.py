@@ -62,7 +62,9 @@ class ZeroOptions(ConfigSection):
         le=10**12,
         policy="machine",
     )
-    allgather_partitions: bool = config_field(True, "no effect: DeepSpeed always gathers them", policy="machine")
+    allgather_partitions: bool = config_field(
+        True, "no effect: DeepSpeed always gathers updated parameters", policy="machine"
+    )
     contiguous_gradients: bool = config_field(
         True, "stages 1–3: copy gradients into one buffer as they are produced", policy="machine"
     )
@@ -226,7 +228,7 @@ class TrainingOptions(ConfigSection):
     )
     zero_optimization: ZeroOptions = config_field(ZeroOptions, "DeepSpeed ZeRO")
     precision: Precision | None = config_field(
-        None, "short for fp16/bf16 `enabled`; bfloat16 is accepted", policy="numerics"
+        None, "sets fp16.enabled and bf16.enabled; bfloat16, float16 and float32 are accepted too", policy="numerics"
     )
     fp16: Fp16Options = config_field(Fp16Options, "float16 training")
     bf16: Bf16Options = config_field(Bf16Options, "bfloat16 training")
@@ -272,7 +274,7 @@ class TrainingOptions(ConfigSection):
     )
     loss_spike: float | None = config_field(
         None,
-        "a loss above this multiple of its running mean counts as bad immediately; noise stays below 2; needs "
+        "a loss above this multiple of its running mean counts as bad immediately; normal noise stays below 2; needs "
         "on_bad_loss rollback or stop",
         gt=1,
         policy="numerics",

@@ -2,7 +2,7 @@
 
 A kernel such as −r1·log(1 + r2·n) is only defined for positive r1 and r2. The published code clamps the half-precision
 copy in place, but not the float32 master weight of the optimizer. The master drifts away, and the parameter stays at
-its bound for good. Here bounds are enforced in three ways:
+its bound permanently. Here bounds are enforced in three ways:
 
 * `forward` returns the clamped value, so every use obeys the bound. The gradient ignores the clamping.
 * The optimizer reads `low` and `high`. It drops the gradient of a master at its bound if the step would move it further

@@ -128,7 +128,7 @@ class Encoding(PositionModule):
         return None
 
     def bias_tails(self) -> list[SeriesTail]:
-        """Return how the series Σ_t exp(bias at distance t) ends, for each head.
+        """Return the tail of the series Σ_t exp(bias at distance t) of each head.
 
         An encoding with a bias overrides this.
         """
@@ -181,7 +181,7 @@ class Encoding(PositionModule):
         """
         return ScoreTerms()
 
-    # A tensor-parallel rank holds some of the heads: `heads` selects the h heads of the result.
+    # A tensor-parallel rank has some of the heads: `heads` selects the h heads of the result.
 
     def dense(self, query: TokenRange, key: TokenRange, like: Tensor, heads: slice) -> ScoreTerms:
         """Return bias and weight [h, R, C] for rows and columns.

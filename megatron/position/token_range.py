@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ALL_HEADS = slice(None)
-"""All heads of a layer, on a rank that holds them all."""
+"""All heads of a layer, on a rank that has them all."""
 
 
 def select_heads(x: Tensor, heads: slice) -> Tensor:

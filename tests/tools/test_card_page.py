@@ -66,8 +66,8 @@ def test_the_leaderboard_is_described_by_contest() -> None:
     task = record.replace(dataset="task copy(letters=8)", step=30, run="c", date="2026-11-29T00:00:00")
     text = " ".join(card_page.describe_board([record, record.replace(seed=2, run="b"), task]).split())
     assert text == (
-        "The published leaderboard has 3 trainings, the last of 2026-11-29: text (10 steps; seeds of a method: 2), "
-        "task copy (30 steps; seeds of a method: 1)."
+        "The published leaderboard has 3 trainings, the latest from 2026-11-29: text (10 steps; seeds per method: 2), "
+        "task copy (30 steps; seeds per method: 1)."
     )
 
 

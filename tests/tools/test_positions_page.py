@@ -152,7 +152,8 @@ def test_same_pictures_every_time() -> None:
         ("cdape", f"{24 * 32 * 3 + 32 + 32 * 12 * 3 + 12:,} in each layer ("),
         ("cdape", f"; with an encoding that has no bias, {12 * 32 * 3 + 32 + 32 * 12 * 3 + 12:,} ("),
         ("cdape", "keys up to 2 apart"),  # two kernels of 3
-        ("dape", "each key by itself"),
+        ("dape", "mixes heads, each key separately"),
+        ("ssmax_prior", "mixes neither heads nor keys"),  # a factor for each head
         ("kerple_bias_weight", "gives a bias and a weight"),
         ("fire", "not relative"),
         ("rotary", "**Also called:** `rope`, `roformer`"),
@@ -304,7 +305,7 @@ def test_a_new_file_has_its_section_and_picture_without_an_edit_here(monkeypatch
     assert "`embed`, adds to the embeddings; `rotate`, rotates queries and keys; `dense`" in section
     assert "images/positions/everything_1.svg" in section
     assert "| [`everything`](#everything) | `a \\| b` |" in page
-    assert "each key by itself" in page.split("\n### doubled\n")[1]
+    assert "mixes neither heads nor keys" in page.split("\n### doubled\n")[1]
     shown, note = panels.build_encoding_panels(panels.build_encoding("everything"))
     assert [panel.title.split(",")[0] for panel in shown if isinstance(panel, panels.CurvePanel)] == [
         "cosine of p(i) and p(i − n)",

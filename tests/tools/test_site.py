@@ -143,7 +143,7 @@ def test_python_reference_names_existing_modules() -> None:
 @pytest.mark.parametrize(
     ("source", "page", "target", "link"),
     [
-        ("README.md", "about.md", "docs/data.md#afterwards", "data.md#afterwards"),
+        ("README.md", "about.md", "docs/data.md#after-training", "data.md#after-training"),
         ("README.md", "about.md", "docs/results/quickstart.png", "results/quickstart.png"),
         ("README.md", "about.md", "CONTRIBUTING.md", "contributing.md"),
         ("README.md", "about.md", "megatron/kernels/", "kernels/index.md"),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/card.md")
 RESULTS = ROOT / "docs" / "results"
 LEADERBOARD = RESULTS / "zoo.json"
-TABLE_HEAD = """| record | runs | parameters | training length | tokens trained on | seeds of a method |
+TABLE_HEAD = """| record | runs | parameters | training length | tokens trained on | seeds per method |
 |---|--:|--:|--:|--:|--:|"""
 
 
@@ -119,13 +119,13 @@ def describe_board(records: Sequence[Record]) -> str:
     for record in trained:
         by_dataset.setdefault((record.dataset or record.protocol).partition("(")[0], []).append(record)
     parts = [
-        f"{dataset} ({format_range(record.step for record in own)} steps; seeds of a method: "
+        f"{dataset} ({format_range(record.step for record in own)} steps; seeds per method: "
         f"{format_range(map(len, _list_seeds(own)))})"
         for dataset, own in by_dataset.items()
     ]
     last_date = max(record.date or "" for record in trained)[:10]
     num_runs = len({record.run for record in trained})
-    text = f"The published leaderboard has {num_runs} trainings, the last of {last_date}: {', '.join(parts)}."
+    text = f"The published leaderboard has {num_runs} trainings, the latest from {last_date}: {', '.join(parts)}."
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 

@@ -355,7 +355,7 @@ def _describe_processor_traits(name: str, processor: Processor) -> str:
     reach, mixes_heads = measure_context(build_drawn_processor(name, has_bias=False)[0])
     traits = [f"mixes {'the heads of a row, and ' * mixes_heads}keys up to {reach} apart"]
     if not reach:
-        traits = ["mixes heads, each key by itself"]
+        traits = ["mixes heads, each key separately" if mixes_heads else "mixes neither heads nor keys"]
     if processor.overrides("row_terms"):
         traits = ["sums over all earlier rows"]
     elif processor.preceding_rows:

@@ -34,9 +34,10 @@ class Alibi(Encoding):
     formula = "−m_h·n, m_h = 2^(−8h/P) for h ≤ P = 2^⌊log₂ H⌋, and 2^(−4·(2(h − P) − 1)/P) beyond"
     source = "Press et al. 2022, section 3; released code for numbers of heads that are not a power of two"
     advice = (
-        "Only if necessary: as the sequence grows it soon becomes local attention (DAPE V2, appendix A). Its "
-        "perplexity stays flat past the training length. kerple_log's is lower there in KERPLE's table 3; in DAPE V2's "
-        "table 2 it is lower at twice that length (4.09, alibi 4.53) and higher at eight times (6.95, alibi 4.22)."
+        "Use it only if necessary, because it soon becomes local attention as the sequence grows (DAPE V2, appendix "
+        "A). Its perplexity stays flat beyond the training length. There kerple_log has a lower perplexity in KERPLE's "
+        "table 3. In DAPE V2's table 2 kerple_log is better at twice the training length (4.09, alibi 4.53) and worse "
+        "at eight times (6.95, alibi 4.22)."
     )
     other_names = ("linear_bias", "linear_biases")
     adds_bias = True

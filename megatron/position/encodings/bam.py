@@ -26,14 +26,14 @@ class Bam(Encoding):
         "β [H] = exponent_init in [−3, 3]; s [H] = ln of ALiBi's slopes in [−30, 30]; with location μ [H] = 0"
     )
     source = (
-        "Bayesian Attention Mechanism: Bianchessi et al. 2025 (ICLR 2026), its GGD prior; names, offset and start "
-        "values of its released code, where β is theta_beta, s is theta_alpha and μ is theta_mu. Its training script "
-        "shares one prior over all layers and learns the location: `location`, with pos_emb_per_layer off"
+        "Bayesian Attention Mechanism: Bianchessi et al. 2025 (ICLR 2026), its GGD prior, with offset and start values "
+        "of its released code, which calls β theta_beta, s theta_alpha and μ theta_mu. Its training script shares one "
+        "prior over all layers and learns the location, as `location` does with pos_emb_per_layer off"
     )
     advice = (
-        "For retrieval from far past the training length, under ssmax_prior: its authors train on 512 tokens and "
-        "report passkey retrieval at 500 times that. A head with β below 0 weights far tokens more than near ones. "
-        "Theorem 3.4 of Exploring Transformer Extrapolation promises nothing for such a head: its bias tends to 0, so "
+        "For retrieval far beyond the training length, together with ssmax_prior: its authors train on 512 tokens and "
+        "report passkey retrieval at 500 times that length. A head with β below 0 weights far tokens more than near "
+        "ones. Theorem 3.4 of Exploring Transformer Extrapolation does not cover such a head: its bias tends to 0, so "
         "the series diverges."
     )
     other_names = ("ggd_bam", "bayesian_attention_mechanism")

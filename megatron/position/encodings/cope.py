@@ -23,9 +23,9 @@ class Cope(Encoding):
         "and in x-transformers: q·e is not divided by √d"
     )
     advice = (
-        "For comparison with other encodings that look at the context: up to four times the training length its "
-        "perplexity is close to theirs (25.8, transformer_xl 26.1), at 64 times far above (90.7, transformer_xl 41.1; "
-        "DAPE V2, table 9)."
+        "For comparison with other encodings that depend on the content. Up to four times the training length its "
+        "perplexity is close to theirs (25.8, transformer_xl 26.1). At 64 times it is far higher (90.7, transformer_xl "
+        "41.1; DAPE V2, table 9)."
     )
     other_names = ("contextual_position_encoding",)
     cost = EncodingCost(
@@ -37,8 +37,8 @@ class Cope(Encoding):
     def __init__(self, dims: AttentionDims, *, positions: int = 64, scaled: bool = False) -> None:
         """
         Args:
-            positions: rows of the table e, the largest count of the gates; tokens further back share the last row.
-            scaled: divide q·e by √d too, as checkpoints of format 5 and earlier do; no published code does.
+            positions: number of rows of the table e; counts beyond the last row use the last row.
+            scaled: also divide q·e by √d, as in checkpoints of format 5 and earlier; no published code does this.
         """
         super().__init__(dims)
         if positions < 2:

@@ -24,13 +24,14 @@ class Fire(Encoding):
     formula = "f(log(1 + c·n) / (log(1 + c·max(L, i)) + 10⁻⁶)), f an MLP 1→width→H with ReLU, L = multiplier·T_train/2"
     parameters_summary = "c = c_start ≥ 0.0001; multiplier = multiplier_start ≥ 0; MLP initialized like torch.nn.Linear"
     source = (
-        "FIRE: Li et al. 2023, equation 3; normalizer and start values of its released code. Its MLP has ReLU; inside "
+        "FIRE: Li et al. 2023, equation 3; normalizer and start values of its released code. Its MLP has ReLU. In "
         "CDAPE-FIRE, DAPE V2's released code has LeakyReLU with slope 0.01 (activation: leaky_relu)"
     )
     advice = (
-        "May be better than kerple_log if training length and tokens are enough to train its network; with dape it "
-        "diverged when trained at 128 tokens and did well at 512 (DAPE V2, appendix A). Without a processor it does "
-        "not extrapolate (perplexity 4.06 at the training length of 1,024 tokens, 441 at 8,192; DAPE V2, table 2)."
+        "May be better than kerple_log if training length and number of tokens suffice to train its network. With dape "
+        "it diverged at a training length of 128 tokens and did well at 512 (DAPE V2, appendix A). Without a processor "
+        "it does not extrapolate (perplexity 4.06 at the training length of 1,024 tokens, 441 at 8,192; DAPE V2, table "
+        "2)."
     )
     other_names = ("functional_interpolation",)
     adds_bias = True

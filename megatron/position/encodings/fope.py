@@ -20,16 +20,18 @@ class Fope(Encoding):
         "over ω = base^(−2m/d) ≥ 2π/L; pairs of smaller ω are unchanged"
     )
     source = (
-        "Fourier Position Embedding: Hua et al. 2024 (2412.17739, ICML 2025); a, b = 1 for a pair's own ω and 0 else, "
-        "plus N(0, σ²) of each head, fixed, as in its released code, σ = gain·√(2/(M·(M + H))) of M pairs. With "
-        "released, as in that code, at most d/4 pairs are rotated, the others are multiplied by [1, −1; 1, 1], where "
-        "the paper's ω = 0 rotates nothing, and every layer draws its own weights (pos_emb_per_layer: true)"
+        "Fourier Position Embedding: Hua et al. 2024 (2412.17739, ICML 2025). As in its released code, a and b are 1 "
+        "for a pair's own ω and 0 otherwise, plus fixed random numbers from N(0, σ²) for each head, with σ = "
+        "gain·√(2/(M·(M + H))) for M pairs. `released` follows that code further: at most d/4 pairs are rotated, and "
+        "every layer draws its own weights (pos_emb_per_layer: true). The other pairs are multiplied by [1, −1; 1, 1], "
+        "although the paper's ω = 0 rotates nothing"
     )
     advice = (
-        "Instead of rotary, beyond the training length. Its authors explain RoPE's failure there by frequencies that "
-        "complete no full period in training, and by layers that mix frequencies; they use gain 0.3 for 60 and 0.4 for "
-        "180 million parameters. It is not relative: shifting all positions changes the scores slightly. The theorems "
-        "on biases in Exploring Transformer Extrapolation do not apply, because it adds none."
+        "Use it instead of rotary beyond the training length. Its authors attribute RoPE's failure there to "
+        "frequencies that complete no full period in training, and to layers that mix frequencies. They use a gain of "
+        "0.3 for 60 million parameters, and of 0.4 for 180 million. It is not relative: shifting all positions changes "
+        "the scores slightly. The theorems on biases in Exploring Transformer Extrapolation do not apply, because it "
+        "has no bias."
     )
     other_names = ("fourier", "fourier_position_embedding")
     relative = False

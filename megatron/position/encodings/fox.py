@@ -93,8 +93,8 @@ class Fox(Encoding):
     adds_bias = True
     source = "Forgetting Transformer: Lin et al. 2025, arXiv:2503.02130, equations 4 to 7"
     advice = (
-        "The gate reads each layer's input, so give each layer its own (pos_emb_per_layer: true). Its paper finds "
-        "lower losses than RoPE's within and beyond the training length, and uses no rotary positions with it "
+        "Give each layer its own gate (pos_emb_per_layer: true), because the gate reads the layer's input. The paper "
+        "reports lower losses than RoPE's within and beyond the training length, without rotary positions "
         "(arXiv:2503.02130, section 4)."
     )
     other_names = ("forgetting_transformer", "forgetting_attention", "forget_gate")

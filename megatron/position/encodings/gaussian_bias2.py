@@ -14,8 +14,8 @@ class GaussianBias2(Encoding):
     parameters_summary = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) ≥ 0.01"
     source = "KERPLE: Chi et al. 2022, appendix A.3, 2-para-bias"
     advice = (
-        "For comparison: it does not extrapolate (perplexity 58 at 512 tokens, 10,829 at 8,192 on "
-        "OpenWebText2; KERPLE, table 6). The Gaussian serves better as a weight (KERPLE, appendix A.3)."
+        "For comparison: it does not extrapolate (perplexity 58 at 512 tokens, 10,829 at 8,192 on OpenWebText2; "
+        "KERPLE, table 6). The Gaussian is better as a weight (KERPLE, appendix A.3)."
     )
     has_independent_heads = True
     adds_bias = True

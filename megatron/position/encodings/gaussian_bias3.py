@@ -15,7 +15,7 @@ class GaussianBias3(Encoding):
     parameters_summary = "r1, r2 [H] ~ U(0, r*_below) ≥ 0.01; r3 [H] ~ U(0, r3_below) in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, appendix A.3, 3-para-bias"
     advice = (
-        "For comparison: perplexity explodes past the training length (26 at 512 tokens, 189,216 at 8,192 on "
+        "For comparison: perplexity explodes beyond the training length (26 at 512 tokens, 189,216 at 8,192 on "
         "OpenWebText2; KERPLE, table 6)."
     )
     has_independent_heads = True

@@ -12,8 +12,8 @@ from megatron.position.series_tails import SeriesTail, power_tail
 class Inverse(Encoding):
     formula = "−ln(n + 1) (released: −ln(1 + m·n), m ALiBi's slopes)"
     source = (
-        "Exploring Transformer Extrapolation: Qin et al. 2023, section 4, the diverging example 1/n; released is what "
-        "its authors' fairseq trains"
+        "Exploring Transformer Extrapolation: Qin et al. 2023, section 4, the diverging example 1/n; `released` is the "
+        "bias that its authors' fairseq trains"
     )
     advice = (
         "A counterexample: it favors near tokens, yet its perplexity grows (24.7 at the training length of 512 "

@@ -12,13 +12,13 @@ from megatron.position.series_tails import SeriesTail
 class InverseNLogN(Encoding):
     formula = "−ln((n + 2)·ln(n + 2)) (released: −ln((3 + m·n)·ln(3 + m·n)), m ALiBi's slopes)"
     source = (
-        "Exploring Transformer Extrapolation: Qin et al. 2023, section 4, the diverging example 1/(n ln n); released "
-        "is what its authors' fairseq trains"
+        "Exploring Transformer Extrapolation: Qin et al. 2023, section 4, the diverging example 1/(n ln n); `released` "
+        "is the bias that its authors' fairseq trains"
     )
     advice = (
-        "A counterexample: its series only just diverges, and its perplexity grows more slowly than inverse's (24.6 "
-        "at the training length of 512 tokens, 27.6 at 9,216, on WikiText-103; Exploring Transformer Extrapolation, "
-        "table 6)."
+        "A counterexample: its series barely diverges, and its perplexity grows more slowly than inverse's (24.6 at "
+        "the training length of 512 tokens, 27.6 at 9,216, on WikiText-103; Exploring Transformer Extrapolation, table "
+        "6)."
     )
     adds_bias = True
     cost = EncodingCost()

@@ -15,9 +15,9 @@ class KerpleBiasWeight(Encoding):
     parameters_summary = "r1, r3 [H] ~ U(0, r*_below) ≥ 0.01; r2, r4 [H] ~ U(0, r*_below) in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, section 5.3, bias+wht"
     advice = (
-        "For comparison: more parameters and lower speed than kerple_log without an advantage in extrapolation "
-        "(KERPLE, sections 4 and 5.3). In this project's models of 0.84M parameters its mean perplexity over "
-        "five seeds is 10% lower at 16 training lengths, which is not significant (docs/claims.md)."
+        "For comparison: it has more parameters and is slower than kerple_log, without an advantage in extrapolation "
+        "(KERPLE, sections 4 and 5.3). In this project's models of 0.84M parameters its mean perplexity over five "
+        "seeds is 10% below kerple_log's at 16 times the training length, which is not significant (docs/claims.md)."
     )
     has_independent_heads = True
     adds_bias = True

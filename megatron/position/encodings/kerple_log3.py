@@ -18,8 +18,8 @@ class KerpleLog3(Encoding):
     )
     source = "KERPLE: Chi et al. 2022, section 5.3, 3-para-log"
     advice = (
-        "For comparison: its perplexity is slightly lower than kerple_log's and its speed is lower too, so there is no "
-        "clear advantage (KERPLE, sections 4 and 5.3)."
+        "For comparison: its perplexity is slightly lower than kerple_log's, but it is slower, so it has no clear "
+        "advantage (KERPLE, sections 4 and 5.3)."
     )
     has_independent_heads = True
     adds_bias = True

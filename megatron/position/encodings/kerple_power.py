@@ -14,10 +14,10 @@ class KerplePower(Encoding):
     parameters_summary = "r1 [H] ~ U(0, r1_below) ≥ 0.01; r2 [H] ~ U(0, r2_below) in [0.01, 2]"
     source = "KERPLE: Chi et al. 2022, section 4, power variant; start values of its released code"
     advice = (
-        "For comparison with kerple_log, which its paper finds faster and lower in perplexity at all lengths (KERPLE, "
-        "section 5.2). In this project's models of 0.84M parameters kerple_power has the lower perplexity at all "
-        "lengths, over five seeds (docs/claims.md). The learned curves of kerple_power soon reach very negative "
-        "values, as ALiBi's do, so far tokens count for little (KERPLE, section 5.4)."
+        "For comparison with kerple_log, which is faster and has a lower perplexity at all lengths in the paper "
+        "(KERPLE, section 5.2). In this project's models of 0.84M parameters kerple_power has the lower perplexity at "
+        "all lengths, over five seeds (docs/claims.md). Its learned curves soon reach very negative values, like "
+        "ALiBi's, so far tokens have little effect (KERPLE, section 5.4)."
     )
     other_names = ("kerple_pow",)
     has_independent_heads = True

@@ -27,8 +27,8 @@ class Learned(Encoding):
     parameters_summary = "p [max_position_embeddings, D] ~ N(0, std²)"
     source = "GPT-2: Radford et al. 2019"
     advice = (
-        "For models that never read past the training length; longer sequences than its table raise an error. Absolute "
-        "positions generalize poorly to longer sequences (DAPE V2, section 2)."
+        "For models that never read beyond the training length: sequences longer than its table raise an error. "
+        "Absolute positions generalize poorly to longer sequences (DAPE V2, section 2)."
     )
     other_names = ("ape", "absolute", "learned_absolute", "wpe")
     cost = EncodingCost(num_parameters=lambda dims, options: dims.max_length * dims.hidden_size)

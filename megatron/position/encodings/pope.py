@@ -25,14 +25,14 @@ class Pope(Encoding):
     formula = "Σ_c softplus(q_ic)·softplus(k_jc)·cos((j − i)/base^(c/d) + δ_c)/√d, c = 0 … d − 1"
     parameters_summary = "δ [H, d] in [−2π, 0], starts at 0; none without learned_delta"
     source = (
-        "PoPE: Gopalakrishnan et al. 2025 (2509.10534), its equation of the score and its optional bias δ per "
-        "frequency, which x-transformers has per head"
+        "PoPE: Gopalakrishnan et al. 2025 (2509.10534), equation of the score with its optional bias δ per frequency; "
+        "per head, as in x-transformers"
     )
     advice = (
-        "Instead of rotary: its authors report lower perplexities from 124 to 774 million parameters, and that it "
-        "extrapolates without any change to the model. Queries and keys take twice the memory, also in the cache, and "
+        "Use it instead of rotary: its authors report lower perplexities for 124 to 774 million parameters, and "
+        "extrapolation without changes to the model. Queries and keys need twice the memory, also in the cache, and "
         "kernels twice the head dimension. As with rotary, the theorems on biases in Exploring Transformer "
-        "Extrapolation do not apply, because it adds none."
+        "Extrapolation do not apply, because it has no bias."
     )
     other_names = ("polar", "polar_pos_emb", "polar_coordinate")
     rotates_alike = False

@@ -27,7 +27,7 @@ from megatron.position.token_range import ALL_HEADS, TokenRange
 MAX_CACHED_ROTATIONS = 8
 """Number of token ranges whose cosines and sines an encoding caches.
 
-These are training's and evaluation's and the two of a rank, and separately for queries and keys if these differ.
+This suffices for training, evaluation and the two chunks of a rank, also if queries and keys have separate ones.
 """
 XPOS_START, XPOS_BITS = 0.4, 8
 """ζ of the fastest pair is 0.4/1.4; XPOS_BITS bits of a type's exponent range are reserved for the queries
@@ -37,16 +37,16 @@ themselves."""
 class Rotary(Encoding):
     formula = "(R_i q_i)·(R_j k_j)/√d, R_i turns the pair (m, m + r/2) by i/base^(2m/r), r = fraction·d"
     source = (
-        "RoFormer: Su et al. 2021, equation 15 (pairs in two halves, in GPT-NeoX's layout). The option scaling "
-        "stretches the frequencies as published models do: linear (Chen et al. 2023), ntk and dynamic (bloc97 and "
-        "emozilla 2023), llama3 (Llama 3.1), yarn (Peng et al. 2023); or removes positions from slow pairs: p_rope "
-        "(Barbero et al. 2024) keeps a share of the fastest, hope (Chen et al. 2024) those with a full period within "
-        "original_length, the training length if absent; or moves far keys: selfextend (Jin et al. 2024), rerope (Su "
+        "RoFormer: Su et al. 2021, equation 15 (pairs in two halves, in GPT-NeoX's layout). Scalings that stretch the "
+        "frequencies, as published models do: linear (Chen et al. 2023), ntk and dynamic (bloc97 and emozilla 2023), "
+        "llama3 (Llama 3.1), yarn (Peng et al. 2023), longrope (2402.13753). Scalings that remove positions from slow "
+        "pairs: p_rope (Barbero et al. 2024) keeps a share of the fastest pairs, hope (Chen et al. 2024) those with a "
+        "full period within original_length. Scalings that move far keys: selfextend (Jin et al. 2024), rerope (Su "
         "2023). xpos: Sun et al. 2022 (2212.10554), the factors of its released code"
     )
     advice = (
-        "The usual choice within the training length, a baseline past it: perplexity rises from 4.07 to 86 at twice "
-        "that length (DAPE V2, table 2). cdape improves it, dape makes it worse (DAPE V2, section 4.4)."
+        "The usual choice within the training length, and a baseline beyond it: perplexity rises from 4.07 to 86 at "
+        "twice that length (DAPE V2, table 2). cdape improves it, and dape makes it worse (DAPE V2, section 4.4)."
     )
     other_names: ClassVar[tuple[str, ...]] = ("rope", "roformer", "rotary_embedding", "rotary_embeddings")
     cost = EncodingCost(num_rotations=lambda options: 2 if options["scaling"] in ("selfextend", "rerope") else 1)

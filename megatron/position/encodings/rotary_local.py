@@ -13,7 +13,7 @@ class RotaryLocal(Rotary):
     advice = (
         "For the layers with a window in a pattern with rotary, as in the overlay gemma3 (arXiv:2503.19786). Distances "
         "in such a layer never exceed its window, so longer texts need no scaling there: evaluate --rope changes only "
-        "the layers with rotary. In all layers it equals rotary."
+        "the layers with rotary. If all layers have it, it equals rotary."
     )
     other_names = ("local_rotary", "rope_local")
     cost = EncodingCost()

@@ -13,13 +13,14 @@ from megatron.position.series_tails import SeriesTail
 class Sandwich(Encoding):
     formula = "k_h·(Σ_j cos(n/base^(2j/m)) − m/2), k_h = H/(8h), m = dimension, j = 1 … m/2 (from_zero: 0 … m/2 − 1)"
     source = (
-        "Chi et al. 2023, Dissecting transformer length extrapolation via receptive field analysis; from_zero is its "
-        "appendix's reference construction, and j from 1 is how Exploring Transformer Extrapolation writes it"
+        "Chi et al. 2023, Dissecting transformer length extrapolation via receptive field analysis. The sum from j = 1 "
+        "is that of Exploring Transformer Extrapolation, and from_zero that of the reference construction in the "
+        "appendix"
     )
     advice = (
-        "A fixed bias that is stable past the training length; its perplexity is never below that of alibi, "
+        "A fixed bias that is stable beyond the training length. Its perplexity is never below that of alibi, "
         "kerple_log and type1 (Exploring Transformer Extrapolation, tables 4 and 5). That paper's proof that its "
-        "series converges fails, and the series diverges (docs/analysis.md)."
+        "series converges is wrong: the series diverges (docs/analysis.md)."
     )
     adds_bias = True
     cost = EncodingCost()

@@ -12,8 +12,8 @@ class Sinusoidal(Encoding):
     formula = "x_i + p_i, p_i = [sin(i/base^(2m/D)) for m < D/2; cos(i/base^(2m/D)) for m < D/2]"
     source = "Vaswani et al. 2017, section 3.5 (sines and cosines in two halves, in GPT-NeoX's layout)"
     advice = (
-        "A baseline: it is defined at any length, but perplexity explodes past the training length (33 at 512 tokens, "
-        "30,046 at 16,384 on OpenWebText2; KERPLE, table 3)."
+        "A baseline: it is defined at any length, but perplexity explodes beyond the training length (33 at 512 "
+        "tokens, 30,046 at 16,384 on OpenWebText2; KERPLE, table 3)."
     )
     other_names = ("sine", "sincos", "sinusoid")
     cost = EncodingCost()

@@ -19,12 +19,12 @@ class T5(Encoding):
     parameters_summary = "b [num_buckets, H] ~ N(0, std²) (xavier_init: 2/(num_buckets + H) instead of std²)"
     source = (
         "Raffel et al. 2020 (causal buckets of the released code; KERPLE's section 4 prints them without “e +”). The "
-        "factor √d and Xavier's start are those of GPT-NeoX's `rpe`, which KERPLE and DAPE V2 train"
+        "factor √d and Xavier's initialization are those of GPT-NeoX's `rpe`, which KERPLE and DAPE V2 train"
     )
     advice = (
-        "Lowest in KERPLE's table 3 up to two or four times the training length, behind kerple_log further out. "
-        "kerple_log is 9.7% faster (KERPLE, section 5.2), and in a 1.3B model t5 is weaker than kerple_log and alibi "
-        "(KERPLE, appendix A.4)."
+        "In KERPLE's table 3 it has the lowest perplexity up to two or four times the training length; beyond, "
+        "kerple_log's is lower. kerple_log is 9.7% faster (KERPLE, section 5.2). In a 1.3B model t5 is worse than "
+        "kerple_log and alibi (KERPLE, appendix A.4)."
     )
     other_names = ("t5_rpe", "t5_bias", "t5_relative_bias", "relative_bias")
     adds_bias = True

@@ -52,11 +52,11 @@ class TransformerXL(Encoding):
     parameters_summary = "u, v [H, d] ~ N(0, std²); W_R [H·d, D] ~ N(0, std²), or U(−1/√D, 1/√D) with linear_init"
     source = (
         "Transformer-XL: Dai et al. 2019, section 3.3; start values of its released code, which shares u and v over "
-        "layers. linear_init is the start of W_R in DAPE's module"
+        "layers. linear_init is the initialization of W_R in DAPE's module"
     )
     advice = (
-        "For comparison with other encodings that look at the context: at 64 times the training length its perplexity "
-        "is 41.1, that of cope 90.7 and that of dape on kerple_log 25.0 (DAPE V2, table 9)."
+        "For comparison with other encodings that depend on the content: at 64 times the training length its "
+        "perplexity is 41.1, compared with 90.7 for cope and 25.0 for dape on kerple_log (DAPE V2, table 9)."
     )
     other_names = ("txl", "trxl", "xl")
     takes_real_positions = False  # sinusoids are computed once for each integer distance

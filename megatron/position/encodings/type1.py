@@ -12,12 +12,12 @@ from megatron.position.series_tails import SeriesTail, power_tail
 class ExploringType1(Encoding):
     formula = "−2·ln(n + 1) (released: −ln(1 + (m·n)²), m ALiBi's slopes)"
     source = (
-        "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 1; released is what "
-        "its authors' fairseq trains"
+        "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 1; `released` is the bias that its "
+        "authors' fairseq trains"
     )
     advice = (
-        "A fixed bias that is guaranteed to extrapolate and reaches further than type2: about as good as alibi, close "
-        "to kerple_log (Exploring Transformer Extrapolation, section 4, tables 4 and 5)."
+        "A fixed bias that is guaranteed to extrapolate, with a longer reach than type2. It is about as good as alibi, "
+        "and close to kerple_log (Exploring Transformer Extrapolation, section 4, tables 4 and 5)."
     )
     adds_bias = True
     cost = EncodingCost()

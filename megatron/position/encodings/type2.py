@@ -12,11 +12,11 @@ from megatron.position.series_tails import SeriesTail, squared_log_tail
 class ExploringType2(Encoding):
     formula = "−ln²(n + 1) (released: −ln²(3 + m·n), m ALiBi's slopes)"
     source = (
-        "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 2; released is what "
-        "its authors' fairseq trains"
+        "Exploring Transformer Extrapolation: Qin et al. 2023, section 3.4, Type 2; `released` is the bias that its "
+        "authors' fairseq trains"
     )
     advice = (
-        "A fixed bias that is guaranteed to extrapolate, with a shorter reach than type1, which is never worse "
+        "A fixed bias that is guaranteed to extrapolate, with a shorter reach than type1. type1 is never worse "
         "(Exploring Transformer Extrapolation, section 3.4, tables 4 and 5)."
     )
     adds_bias = True

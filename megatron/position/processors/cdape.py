@@ -95,9 +95,9 @@ class Cdape(Processor):
     parameters_summary = "Conv1 [W, 2H, 1, k] + [W], Conv2 [H, W, 1, k] + [H], initialized like torch.nn.Conv2d"
     source = "DAPE V2, equation 5 and appendix N; residual_bias: false is equation 2"
     advice = (
-        "With kerple_log it is the best method of DAPE V2 within and beyond the training length (section 4.1); it "
-        "improves rotary too (section 4.4). Start with kernel_size 3; the best size depends on task and data (sections "
-        "4.6 and 4.7). It takes 33% longer than kerple_log alone at 350M and 12% at 6.7B (appendix H)."
+        "On kerple_log it is the best method of DAPE V2 within and beyond the training length (section 4.1). It also "
+        "improves rotary (section 4.4). Start with kernel_size 3; the best size depends on task and data (sections 4.6 "
+        "and 4.7). A step takes 33% longer than with kerple_log alone at 350M, and 12% at 6.7B (appendix H)."
     )
     other_names = ("dapev2", "capev2")
     cost = ProcessorCost(

@@ -12,7 +12,7 @@ class Dape(Cdape):
     parameters_summary = "[W, 2H] + [W], [H, W] + [H], initialized like torch.nn.Conv2d"
     source = "DAPE: Zheng et al. 2024; DAPE V2 equations 2 and 3"
     advice = (
-        "A cheaper cdape for encodings with a bias (alibi, kerple_log, fire) and for pos_emb none; it makes rotary "
+        "A cheaper cdape for encodings with a bias (alibi, kerple_log, fire) and for pos_emb none. It makes rotary "
         "worse (DAPE V2, sections 3.2 and 4.4). A narrower cdape is better at about the same cost (DAPE V2, section "
         "4.5)."
     )

@@ -95,11 +95,11 @@ class Mta(Processor):
     )
     source = "Multi-Token Attention: Golovneva et al. 2025 (arXiv:2504.00927), sections 3 and 4; facebookresearch/RAM"
     advice = (
-        "Finds content that several words identify together (the paper, sections 4.1 and 4.4). Released configurations "
-        "have kernels before and after the softmax in the third of every four layers, mix heads before and after it in "
-        "all layers, and have a gate and no depth_scale; `[talking_heads, talking_heads, mta, talking_heads]` with "
-        "absolute is closest to that, without norm and gate in the other layers. c_h is all heads unless given. It is "
-        "slow, because no kernel fuses it."
+        "For finding content that only several words together identify (the paper, sections 4.1 and 4.4). Released "
+        "configurations have kernels before and after the softmax in the third of every four layers. They mix heads "
+        "before and after it in all layers, and have a gate and no depth_scale. The pattern `[talking_heads, "
+        "talking_heads, mta, talking_heads]` with absolute is closest to that; its other layers have no norm and gate. "
+        "It is slow, because no kernel fuses it."
     )
     other_names = ("multi-token attention",)
     cost = ProcessorCost(

@@ -20,8 +20,9 @@ class Selective(Processor):
     formula = "S_ij + B_ij − Σ_{j < l < i} ReLU(S_lj + B_lj of head 0); the first token is never masked"
     source = "Selective attention: Leviathan et al. 2024 (arXiv:2410.02703), section 3"
     advice = (
-        "No parameters, and better perplexity than twice the heads without it (section 5 of the paper). What is masked "
-        "could be dropped from a cache; here nothing is dropped, so it costs a cumulative sum and saves nothing."
+        "It has no parameters, and a better perplexity than a model with twice the heads without it (the paper, "
+        "section 5). Masked keys could be dropped from a cache, but Farfield keeps them, so it costs a cumulative sum "
+        "and saves nothing."
     )
     other_names = ("selective attention",)
     cost = ProcessorCost(num_sequence_maps=lambda options: 1)

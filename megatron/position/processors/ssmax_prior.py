@@ -23,9 +23,9 @@ class SsmaxPrior(Processor):
         "its training script sets: logits are (q·k/√d + prior)·s·log n. Scalable softmax: Nakanishi 2025 (2501.19399)"
     )
     advice = (
-        "For bam, as its authors train it with scalable softmax (overlays bam and ssmax_prior; the default of the "
-        "paper's training script). Without a bias it is the temperature ssmax, which kernels compute too; with one, "
-        "use ssmax unless the bias should grow with the context as the scores do."
+        "For bam, whose authors train it with scalable softmax: the default of the paper's training script (overlays "
+        "bam and ssmax_prior). Without a bias it equals the temperature ssmax, which kernels support. With another "
+        "bias use ssmax, unless the bias should grow with the context as the scores do."
     )
     cost = ProcessorCost(
         num_parameters=lambda dims, options, has_bias: dims.num_heads if options["learned"] else 0,

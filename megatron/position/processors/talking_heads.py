@@ -76,7 +76,7 @@ class TalkingHeads(Processor):
     parameters_summary = "W_l [1, H, H], W_w [1, H, H]; both start at 0 (absolute: at the identity)"
     source = "Talking-heads attention: Shazeer et al. 2020 (arXiv:2003.02436), section 3"
     advice = (
-        "Better than plain attention at the same number of heads in T5 and ALBERT, and the more heads the better "
+        "In T5 and ALBERT it is better than plain attention with as many heads, and improves with the number of heads "
         "(the paper, section 5). With mixes_bias: false a learned map cannot reverse the decay of a bias."
     )
     other_names = ("talking heads attention",)

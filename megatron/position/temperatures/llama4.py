@@ -11,8 +11,8 @@ class Llama4(Temperature):
     formula = "1 + attn_scale·log(1 + floor((i + 1) / floor_scale)), i the row's position"
     source = "Llama 4 (Meta 2025), attn_temperature_tuning of its released configuration, as transformers computes it"
     advice = (
-        "For layers without a position encoding in a model that reads very long texts, as in Llama 4; rows before "
-        "floor_scale are unchanged. For a model trained on shorter rows choose a floor_scale within their length."
+        "For layers without a position encoding in a model that reads very long texts, as in Llama 4. Rows before "
+        "floor_scale do not change. For a model trained on shorter rows, choose a floor_scale within their length."
     )
     other_names = ("attn_temperature_tuning",)
     cost = TemperatureCost()

@@ -11,11 +11,11 @@ from megatron.position.temperature import Temperature
 
 class Logn(Temperature):
     formula = "max(1, log n / log T), n the keys that the row sees, T = length"
-    source = "Su 2021 (kexue.fm/archives/8823), with the maximum that Qwen's use_logn_attn takes"
+    source = "Su 2021 (kexue.fm/archives/8823), with a maximum, as in Qwen's use_logn_attn"
     advice = (
-        "To evaluate a model that was trained without a temperature (`--attention-temperature logn`): up to the "
-        "training length it changes nothing. It keeps the entropy of attention about the same when a row sees more "
-        "keys."
+        "For evaluating a model that was trained without a temperature (`--attention-temperature logn`). Up to the "
+        "training length it has no effect. Beyond, it keeps the entropy of attention about the same when a row sees "
+        "more keys."
     )
     other_names = ("log_n", "logn_attn", "use_logn_attn")
     cost = TemperatureCost()

@@ -18,10 +18,10 @@ class Ssmax(Temperature):
         "BAM's released code"
     )
     advice = (
-        "Against attention that fades as contexts grow: with n keys and bounded scores, a softmax gives no key more "
-        "than a share that falls as 1/n. Use it in training; its author reports a lower training loss and better "
-        "retrieval in long contexts. It does not scale a bias; the processor ssmax_prior scales both. A row that sees "
-        "one key has the factor 0, which changes nothing: it attends to that key."
+        "For attention to single keys in long contexts: if scores are bounded, the largest weight of a softmax over n "
+        "keys falls as 1/n. Use it in training; its author reports a lower training loss and better retrieval in long "
+        "contexts. It does not scale a bias, unlike the processor ssmax_prior. A row that sees one key has the factor "
+        "0, but attends to that key in any case."
     )
     other_names = ("scalable_softmax", "scaled_softmax")
     cost = TemperatureCost(num_parameters=lambda dims, options: dims.num_heads if options["learned"] else 0)
