@@ -52,7 +52,7 @@ def describe_requirement(error: Mapping[str, Any]) -> str:
 
 
 def name_location(location: Sequence[str | int]) -> str:
-    """Name the place of a value: optimizer.params.lr, item 2 of betas, rows.kerple of item 1 of published."""
+    """Format the location of a value: optimizer.params.lr, item 2 of betas, rows.kerple of item 1 of published."""
     name, keys = "", []
     for part in (*location, None):
         if isinstance(part, str):
