@@ -94,6 +94,27 @@ def estimate_measured_range(
     return StepTimeRange(low, high, with_processor / base, low / base, high / base, processors[0], overhead.source)
 
 
+PUBLISHED_TIME_RATIOS = (0.89, 1.56)
+"""Range of published over estimated step times: the inverse of Pythia's ratios in docs/planning.md, 1.12 to 0.64."""
+
+
+def estimate_step_seconds(
+    planned: PlannedModel, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
+) -> tuple[float, float]:
+    """Return the expected range of step times, in seconds.
+
+    The range is that of measured overheads if the score processor has any, and else that of published trainings.
+
+    Args: the same as `estimate_step_time`.
+    """
+    measured = estimate_measured_range(planned, sizes, vocab_size, cluster, backend=backend)
+    if measured is not None:
+        return measured.low, measured.high
+    total = estimate_step_time(planned, sizes, vocab_size, cluster, backend=backend).total
+    low, high = PUBLISHED_TIME_RATIOS
+    return low * total, high * total
+
+
 SECONDS_PER_DAY = 86400
 CHECK_RECORD = "attention_check.json"
 """File in the run folder with the result of its backend self-check (`megatron/attention/check/check_result.py`)."""

@@ -176,7 +176,7 @@ def _print_machine(report: RehearsalReport, console: Console) -> None:
         console.print(
             f"[bold]time[/]  {_format_seconds(low)}–{_format_seconds(high)} per step, {iters:,} steps in "
             f"{format_approximate_duration(iters * low)} to {format_approximate_duration(iters * high)}: estimated "
-            f"as by ./deepy.py plan, not measured"
+            "as by ./deepy.py plan, not measured here"
         )
     if (slurm := report.slurm) is not None:
         if "starts" in slurm:

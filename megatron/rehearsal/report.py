@@ -20,6 +20,7 @@ from megatron.planning.attention_memory import ATTENTION_MEMORY
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.planning.model_costs import plan_model
 from megatron.planning.parallel_layouts import build_configured_layout
+from megatron.planning.plan import estimate_step_seconds
 from megatron.planning.step_time import Cluster
 from megatron.rehearsal.rehearse import RESUME, TRAIN, RankTrace, Rehearsal
 from megatron.rehearsal.rehearsed_run import STEPS
@@ -40,9 +41,6 @@ TIGHT_FRACTION = 0.9
 CONTEXT_GIB = (0.3, 0.5)
 NCCL_GIB = 0.5
 """Memory of one communicator, in GiB."""
-STEP_TIME_BAND = (0.89, 1.56)
-"""Range relative to the planner's step time that covers published trainings (docs/planning.md, Pythia: ratios 1.12 to
-0.64)."""
 GIB = 2**30
 NOT_COVERED = (
     "numerical results: losses, norms, kernel outputs (make gpu-check on a GPU)",
@@ -133,13 +131,12 @@ class RehearsalReport:
         """Return the bytes that `plan` estimates for a rank's pipeline stage, or None if its method is unknown."""
         run = self.rehearsal.run
         stage = run.sizes.get_coordinates(rank)["pipeline"]
-        backend = self.rehearsal.train_traces[rank].result.attention_backend  # passed its self-check
         try:
             return estimate_memory(
                 plan_model(run.config),
                 run.sizes,
                 run.vocab_size,
-                backend=backend if backend in ATTENTION_MEMORY else None,  # `auto` means row blocks
+                backend=_get_planned_backend(self.rehearsal.train_traces[rank].result.attention_backend),
                 pipeline_stage=stage,
                 gpu_bytes=self.rehearsal.gpu.memory,
             ).total
@@ -148,16 +145,17 @@ class RehearsalReport:
 
     @cached_property
     def step_seconds(self) -> tuple[float, float] | None:
-        """Estimated range of the step time, in seconds."""
+        """Range of the step time that `plan` estimates for the rehearsed backend, in seconds; None if it is unknown."""
         run = self.rehearsal.run
         cluster = Cluster(
             get_gpu_spec(self.rehearsal.gpu.name), run.world_size, run.devices_per_node, self._network, self._mfu
         )
         try:
-            total = build_configured_layout(run.config, run.vocab_size, cluster).step_time.total
+            layout = build_configured_layout(run.config, run.vocab_size, cluster)
         except FarfieldError:
             return None
-        return STEP_TIME_BAND[0] * total, STEP_TIME_BAND[1] * total
+        backend = _get_planned_backend(self.attention)
+        return estimate_step_seconds(layout.planned, layout.sizes, run.vocab_size, cluster, backend=backend)
 
     def summarize_collectives(self, rank: int) -> list[CollectiveSummary]:
         """Summarize a rank's NCCL calls in training by group, operation and type.
@@ -344,3 +342,8 @@ class RehearsalReport:
             "cpu_seconds": sum(trace.result.seconds for trace in traces),
             "seconds": sum(trace.seconds for trace in traces),
         }
+
+
+def _get_planned_backend(backend: str | None) -> str | None:
+    """Return the planner's name of a backend that passed its self-check; None, the planner's `auto`, is row blocks."""
+    return backend if backend in ATTENTION_MEMORY else None

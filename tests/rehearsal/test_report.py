@@ -2,12 +2,16 @@
 
 import io
 import json
+import math
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from megatron.config.load import load_config
+from megatron.distributed.hardware import get_gpu_spec
+from megatron.planning.plan import make_plan
+from megatron.planning.step_time import Cluster
 from megatron.rehearsal.matching import find_mismatches
 from megatron.rehearsal.null_device.environment import get_gpu_model
 from megatron.rehearsal.print_report import print_report
@@ -24,9 +28,9 @@ CHECKPOINT = {"weights": 4 * 10**9, "states": 8 * 10**9, "parts": 4 * 10**9}
 KERNEL = {"name": "_fwd_kernel", "registers": 255, "stack": 16, "shared": 65536, "launches": 3}
 
 
-def make_rehearsal(*keys, overlay="a100_8k", gib=9.0, error=None, gpus=8):
+def make_rehearsal(*keys, method="kerple_log", overlay="a100_8k", gib=9.0, error=None, gpus=8):
     """Build a rehearsal in which each rank uses the same memory."""
-    run = plan_rehearsal(load_config(["125M", "kerple_log", overlay], keys).config, gpus, None, None)
+    run = plan_rehearsal(load_config(["125M", method, overlay], keys).config, gpus, None, None)
     rehearsal = Rehearsal(run, get_gpu_model("a100-40"), choose_roles(run.sizes), distinct_sequences=1, seconds=7.0)
     ledgers = write_ledgers(run.sizes)
     for role in rehearsal.roles:
@@ -143,6 +147,22 @@ def test_a_slurm_job_has_its_script_and_its_starts(tmp_path):
     assert "#SBATCH --nodes=2" in slurm["script"]
     assert slurm["starts"][0] >= 1
     assert "time limit 2:00:00" in print_to_text(report)
+
+
+@pytest.mark.parametrize("method", ["cdape_kerple_log", "kerple_log"])
+def test_the_time_and_the_starts_are_those_of_the_plan(tmp_path, method):
+    """The handmade ranks use Triton, so the range is that of the plan's column `triton`."""
+    keys = ("launcher=slurm", "num_gpus=1", "slurm={time: '2:00:00'}", f"save={tmp_path}")
+    report = judge(make_rehearsal(*keys, method=method, overlay="a100_2k", gpus=1))
+    config = load_config(["125M", method, "a100_2k"]).config
+    column = make_plan(config, 50257, Cluster(get_gpu_spec("a100-40gb"), 1)).estimate_backends()["triton"]
+    assert (column.measured is not None) == (method == "cdape_kerple_log")
+    total = column.step_time.total
+    expected = (0.89 * total, 1.56 * total) if column.measured is None else (column.measured.low, column.measured.high)
+    assert report.step_seconds == pytest.approx(expected)
+    usable = 7200 - config.launch.slurm.signal_seconds
+    starts = [math.ceil(config.training.train_iters * seconds / usable) for seconds in expected]
+    assert report.to_dict()["slurm"]["starts"] == starts
 
 
 def test_errors_of_ranks_show_their_cause():
