@@ -9,6 +9,7 @@ N sequences, L window length.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -37,6 +38,8 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key. "
 QUESTION = "What is the pass key? The pass key is "
 
+NUM_DIGITS = 5
+"""Number of digits of a key."""
 KEYS_PER_SEQUENCE = 20
 """Number of candidate keys per sequence. With most tokenizers all of them are usable."""
 
@@ -67,7 +70,8 @@ class Passkey(Probe):
         super().__init__(lengths, num_sequences, build_vocabulary(tokenizer))
         self.tokenizer, self.depths, self.effective_score = tokenizer, tuple(depths), effective_score
         generator = np.random.Generator(np.random.PCG64(PROBE_SEED))
-        keys = [f"{key:05d}" for key in generator.permutation(100_000)[: KEYS_PER_SEQUENCE * num_sequences].tolist()]
+        numbers = generator.permutation(10**NUM_DIGITS)[: KEYS_PER_SEQUENCE * num_sequences].tolist()
+        keys = [f"{number:0{NUM_DIGITS}d}" for number in numbers]
         answers = {key: answer for key in keys if (answer := self._encode_answer(key))}
         if not answers:
             raise UserError(
@@ -140,11 +144,28 @@ class Passkey(Probe):
 
     @property
     def remark(self) -> str:
+        """Description of the targets, with the loss and the accuracy of a model that guesses the key.
+
+        A guesser knows everything but the key, and gives each key the same probability. By the chain rule, the losses
+        of a key's tokens sum to the logarithm of the number of keys with any tokenizer.
+        """
+        num_tokens = self.num_scored_tokens
+        loss = NUM_DIGITS * math.log(10) / num_tokens
+        guessing = f"a loss of {NUM_DIGITS} × ln 10 / {num_tokens} = {loss:.2f} per token"
+        num_known = int(self._has_own_space)
+        if num_tokens == num_known + NUM_DIGITS:  # one token for each digit
+            guessing += f" and an accuracy of about {(num_known + NUM_DIGITS / 10) / num_tokens:.0%}"
         return (
-            "The five digits of a pass key at the end of the window (and the space before them) are scored. Depth is "
-            "the share of the filler before the key. Guessed digits have a loss of ln 10 = 2.30 for each token "
-            "of one digit."
+            "The space and the five digits of a pass key at the end of the window are scored: "
+            f"{num_tokens} token{'' if num_tokens == 1 else 's'}. Depth is the share of the filler before the key. "
+            f"A model that guesses the key has {guessing}."
         )
+
+    @property
+    def _has_own_space(self) -> bool:
+        """True if the space before the key is a token, not a part of the key's first token."""
+        space = list(self.tokenizer.encode(QUESTION))[len(self._encode_question()) :]
+        return len(space) == 1 and all(answer[0] == space[0] for answer in self.answers.values())
 
     def list_axis_values(self, length: int) -> tuple[float, ...]:
         return self.depths if length >= self.min_length else ()

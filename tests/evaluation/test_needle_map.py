@@ -121,6 +121,47 @@ def test_the_map_of_a_model_with_limited_reach() -> None:
     assert (none.value, none.low, none.high) == (0.0, 0.0, 0.0), "no score at the shortest length"
 
 
+class Guesser(KeyReader):
+    """Model that is certain of the space before the key and gives each digit the same probability."""
+
+    def __init__(self) -> None:
+        super().__init__(reach=0)
+
+    def forward(self, tokens: torch.Tensor, num_logits: int) -> torch.Tensor:
+        logits = torch.full((len(tokens), num_logits, 257), -100.0)
+        logits[:, 0, 32] = 100.0
+        logits[:, 1:, ord("0") : ord("9") + 1] = 0.0
+        return logits
+
+
+def test_the_note_states_the_level_of_a_guesser() -> None:
+    probe = Passkey([200], 400, BYTES, (0.5,))
+    found = probe.score(loaded(Guesser()), ScoringContext(batch_tokens=10**6))  # type: ignore[arg-type]
+    (loss,), (accuracy,) = (find(found, metric, "depth").values() for metric in ("loss", "accuracy"))
+    assert loss.value == pytest.approx((math.log(1) + 5 * math.log(10)) / 6, abs=1e-6)
+    assert f"{loss.value:.2f}" == "1.92"
+    # The likeliest token is the space, and then always the same digit.
+    assert accuracy.value == pytest.approx((1 + 5 * 0.1) / 6, abs=0.02)
+    assert loss.remark is not None
+    assert "6 tokens" in loss.remark
+    assert "a loss of 5 × ln 10 / 6 = 1.92 per token and an accuracy of about 25%." in loss.remark
+
+
+class PairTokenizer(ByteTokenizer):
+    """Tokenizer of two bytes per token, as one that merges the space with the first digit."""
+
+    def encode(self, text: str) -> list[int]:
+        data = text.encode()
+        return [int.from_bytes(data[start : start + 2], "big") for start in range(len(data) % 2, len(data), 2)]
+
+
+def test_the_note_counts_merged_tokens() -> None:
+    """Two bytes per token: 3 tokens for the space and five digits."""
+    remark = Passkey([200], 4, PairTokenizer(), (0.5,)).remark
+    assert "3 tokens" in remark
+    assert "a loss of 5 × ln 10 / 3 = 3.84 per token." in remark
+
+
 def test_losses_match_the_model() -> None:
     model = tiny_gpt(pos_emb="kerple_log")
     small = build_probe(Options(protocol="passkey", depths=2, windows=3), [120], BYTES)
