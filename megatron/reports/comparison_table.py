@@ -97,6 +97,16 @@ class Change:
             return _get_half_width(self.interval)
         return self.metric.compute_change_half_width(self.mean, self.deviation)
 
+    @property
+    def is_negligible(self) -> bool:
+        """True if the change holds although its interval excludes no change, because it is negligible."""
+        neutral = self.metric.neutral_change
+        return (
+            self.verdict == "holds"
+            and self.interval is not None
+            and not (self.interval[0] <= neutral <= self.interval[1])
+        )
+
     def format_relative(self, change: float) -> str:
         """Format the mean, or an end of the interval, as a distance from no change.
 
@@ -353,17 +363,14 @@ def _build_comparison_table(
         x: [mean for (method, cell_x), mean in means.items() if cell_x == x and method not in trivial_baselines]
         for x in x_values
     }
-    # A single method is not marked as best.
-    has_competition = len({record.method for record in records} - trivial_baselines) > 1
+    best = {x: metric.find_winner(values) for x, values in competing_means.items()}
     max_seeds = _count_max_seeds(latest.values())
     cells = {
         (method, x): Cell(
             metric=metric,
             mean=means[method, x],
             deviation=_get_deviation([item.value for item in cell_records]),
-            is_best=has_competition
-            and method not in trivial_baselines
-            and means[method, x] == metric.select_best(competing_means[x]),
+            is_best=method not in trivial_baselines and means[method, x] == best[x],
             interval=cell_records[0].bootstrap_interval if len(cell_records) == 1 else None,
             num_seeds=len(cell_records),
             partial_num_seeds=len(cell_records)

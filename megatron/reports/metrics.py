@@ -5,7 +5,7 @@ pages get all metric-specific behavior from here, so a new metric only needs an 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import stdev
@@ -85,6 +85,10 @@ class Metric:
 
     def select_best(self, values: Iterable[float]) -> float:
         return min(values) if self.better == "lower" else max(values)
+
+    def find_winner(self, values: Collection[float]) -> float | None:
+        """Return the best value, or None if all values are equal, because then none is better than another."""
+        return self.select_best(values) if len(set(values)) > 1 else None
 
     def get_sort_key(self, value: float) -> float:
         """Return a key that sorts the best values first."""

@@ -31,10 +31,12 @@ ALL_RESULTS = "all results"
 CHANGE_PHRASES = {
     "rises": "rises from {} to {}",
     "falls": "falls from {} to {}",
-    "holds": "is nearly unchanged: {}, {}",
+    "holds": "shows no significant change: {}, {}",
     "mixed": "differs between seeds: {}, {}",
 }
 """Sentence fragments for each verdict, with the values at the first and the last x value."""
+NEGLIGIBLE_PHRASE = "is nearly unchanged: {}, {}"
+"""Sentence fragment for a change that holds because it is negligible, although its interval excludes no change."""
 MAX_DESCRIBED_METHODS = 8
 """Maximum number of methods in a table with sentences."""
 
@@ -81,8 +83,9 @@ def describe_changes(table: ComparisonTable) -> list[str]:
         begin, end = (
             f"{table.cells[method, x].mean_text} at {table.axis.format_value_with_unit(x)}" for x in (first, last)
         )
+        phrase = NEGLIGIBLE_PHRASE if change.is_negligible else CHANGE_PHRASES[change.verdict]
         size = change.format_relative(change.mean)
-        sentences.append(f"{quote_method(method)} {CHANGE_PHRASES[change.verdict].format(begin, end)} ({size}).")
+        sentences.append(f"{quote_method(method)} {phrase.format(begin, end)} ({size}).")
     return sentences
 
 

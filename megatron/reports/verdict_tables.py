@@ -77,7 +77,7 @@ def _build_train_length_table(tables: Sequence[ComparisonTable]) -> TextTable:
         for (method, x), cell in table.cells.items():
             if method not in table.trivial_baselines:
                 means.setdefault(x, []).append(cell.mean)
-    best = {x: metric.select_best(values) for x, values in means.items()}
+    best = {x: metric.find_winner(values) for x, values in means.items()}
     max_seeds = max(table.max_seeds for table in ordered)
 
     def format_cell(table: ComparisonTable, method: str, x: float) -> str:
@@ -97,10 +97,9 @@ def _build_train_length_table(tables: Sequence[ComparisonTable]) -> TextTable:
         for table in ordered
         for method in table.methods
     )
-    notes = [
-        f"All cells score the same tokens {axis.column_phrase}; {metric.better} is better.",
-        "* best in its column.",
-    ]
+    notes = [f"All cells score the same tokens {axis.column_phrase}; {metric.better} is better."]
+    if any(value is not None for value in best.values()):
+        notes.append("* best in its column.")
     if max_seeds > 1:
         notes.append(f"Cells are mean ± standard deviation of {max_seeds} seeds, or of n seeds where shown.")
     return TextTable(

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron.reports import results_output, table_formats
 from megatron.reports.comparison_table import build_comparison_tables
-from megatron.reports.records import Record
+from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
 
 from .conftest import record
 
@@ -40,6 +40,22 @@ def test_a_lone_method_is_not_best(story: list[Record]) -> None:
     (layout,) = build_comparison_tables([r for r in story if r.method == "rotary"])
     assert not any(cell.is_best for cell in layout.cells.values())
     assert "best" not in table_formats.render_comparison_text(layout)
+
+
+def test_equal_values_have_no_best() -> None:
+    """A tie of some methods is marked, a tie of all is not; a trivial baseline does not count."""
+    baseline = f"{TRIVIAL_BASELINE_PREFIX}chance"
+    values = {"rotary": (0.0, 0.5), "cdape": (0.0, 0.5), "kerple_log": (0.0, 0.25), baseline: (1.0, 1.0)}
+    found = [
+        record(method, length, 1.0, run=None if method == baseline else "runs/a").replace(
+            metric="accuracy", value=value, nll=None
+        )
+        for method, pair in values.items()
+        for length, value in zip((64, 2048), pair, strict=True)
+    ]
+    (layout,) = build_comparison_tables(found)
+    best = {key for key, cell in layout.cells.items() if cell.is_best}
+    assert best == {("rotary", 2048), ("cdape", 2048)}
 
 
 def test_plain_text_is_aligned_and_marked(story: list[Record]) -> None:
@@ -223,10 +239,11 @@ def test_the_best_seed_is_shown_with_the_mean_if_published() -> None:
 
 
 def test_each_method_has_its_sentence() -> None:
-    """Each method has a sentence: perplexities 6.67 → 16.38, 6.93 → 6.97 and 6.36 → 6.16 with intervals above, around
-    and below 1.
-    """
-    courses = {"rotary": (6.67, 16.38, 0.1), "kerple_log": (6.93, 6.97, 0.02), "cdape": (6.36, 6.16, 0.01)}
+    """Each method has a sentence: perplexities with intervals above, around, below and negligibly above 1."""
+    courses = {
+        "rotary": (6.67, 16.38, 0.1), "kerple_log": (6.93, 6.70, 0.04), "cdape": (6.36, 6.16, 0.01),
+        "fire": (10.0, 10.02, 0.001),
+    }  # fmt: skip
     found = [
         record(
             method, length, value,
@@ -238,9 +255,10 @@ def test_each_method_has_its_sentence() -> None:
     ]  # fmt: skip
     sentences = [
         "rotary rises from 6.67 at 64 tokens to 16.38 at 2,048 tokens (+145.6%).",
-        "kerple_log is nearly unchanged: 6.93 at 64 tokens, 6.97 at 2,048 tokens (+0.6%).",
+        "kerple_log shows no significant change: 6.93 at 64 tokens, 6.70 at 2,048 tokens (-3.3%).",
         "cdape falls from 6.36 at 64 tokens to 6.16 at 2,048 tokens (-3.1%).",
+        "fire is nearly unchanged: 10.00 at 64 tokens, 10.02 at 2,048 tokens (+0.20%).",
     ]
-    assert shown(found, width=150).splitlines()[-3:] == sentences
+    assert shown(found, width=150).splitlines()[-4:] == sentences
     many = [r.replace(method=f"{r.method} {number}") for r in found for number in range(3)]
     assert "rises from" not in shown(many, width=150)
