@@ -229,8 +229,7 @@ class _Execution:
         self._last_start_time = time.monotonic()
         starts, coordinates = self._count_starts(), role.describe_coordinates(run.sizes)
         self._progress(
-            f"{action}: rank {rank} of {run.world_size} ({coordinates}), start {self._starts} of {starts}"
-            f"{self._describe_time_left()}"
+            f"process {self._starts} of {starts}: {action}, rank {rank} ({coordinates}){self._describe_time_left()}"
         )
         path = self._folder / f"{action}-{rank}.job"
         path.write_text(json.dumps(asdict(job)), encoding="utf-8")

@@ -216,7 +216,7 @@ def plan_rehearsal(
     per_node = min(per_node, world_size)
     check_run_folder(config)
     missing = _find_missing_data(config)
-    notes = [] if missing is None else [missing]
+    notes = []
     known_size = find_vocab_size(config.data)
     if vocab_size is not None and known_size not in (None, vocab_size):
         raise UserError(f"--vocabulary is {vocab_size}, but the data have {known_size} tokens")
@@ -225,7 +225,7 @@ def plan_rehearsal(
     keys |= {"profile": {}, "memory_snapshot": None, "harness": {}}  # meaningless on a device that computes nothing
     synthetic_splits: tuple[Split, ...] = ()
     if missing is not None:
-        notes.append(f"a synthetic corpus with a vocabulary of {size:,} tokens is used instead (--vocabulary)")
+        notes.append(f"{missing}; random text with a vocabulary of {size:,} tokens replaces them (--vocabulary)")
         synthetic_splits = tuple(list_named_splits(config.data)) or SPLITS
         keys |= _describe_text({split: ["synthetic"] for split in synthetic_splits})
     nodes = world_size // per_node

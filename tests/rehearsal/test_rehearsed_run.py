@@ -43,9 +43,14 @@ def test_rehearsed_configurations_differ_in_length_and_paths_only(tmp_path):
     assert not config.logging.use_wandb
     assert read_vocabulary(config.data).size == 50257
     assert {path.parent for path in tmp_path.iterdir()} == {tmp_path}
-    reported = "\n".join(run.notes)
-    for words in ("names no data", "vocabulary of 50,257 tokens", "2 of the 4 micro-batches", "load: runs/a", "wandb"):
+    data, *others = run.notes
+    assert data == (
+        "the configuration names no data; random text with a vocabulary of 50,257 tokens replaces them (--vocabulary)"
+    )
+    reported = "\n".join(others)
+    for words in ("2 of the 4 micro-batches", "load: runs/a", "wandb"):
         assert words in reported
+    assert "vocabulary" not in reported
 
 
 def test_a_pipeline_has_as_many_micro_batches_as_are_in_flight_and_one_more(tmp_path):
