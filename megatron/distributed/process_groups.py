@@ -3,10 +3,10 @@
 import atexit
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -244,15 +244,56 @@ def init_distributed(rank_info: RankInfo, sizes: ParallelSizes, *, device: str, 
 def build_single_process_groups() -> ProcessGroups:
     """Return the groups of a single process with a whole model, for evaluation, export or a test.
 
-    megatron-core's layers need process groups even then. Unless groups exist, single-process groups are created in
-    memory, without a port or file.
+    megatron-core's layers need process groups even then. Unless groups exist, groups of this process alone are created.
+    They need no port, file or thread, and torch's default group stays as it is, because it belongs to the caller.
 
     Raises:
         RunError: this process shares layers with others.
     """
-    _init_process_group(RankInfo(), "gloo", torch.device("cpu"))
-    _make_groups(ParallelSizes.from_world_size(dist.get_world_size()))
+    if not parallel_state.model_parallel_is_initialized():
+        with _replace_default_group(_get_lone_group()):
+            _make_groups(ParallelSizes())
+    if (existing := _get_existing_sizes()) != (alone := ParallelSizes(data=existing.data)):
+        raise RunError(f"this process already belongs to another mesh: {existing}, not {alone}")
     return ProcessGroups()
+
+
+def provide_default_group() -> AbstractContextManager[None]:
+    """Return a context with the default group that megatron-core looks for while it builds layers.
+
+    It is the group of `build_single_process_groups` if the process has those groups, and else the existing one.
+    """
+    return _replace_default_group(_get_lone_group()) if _has_lone_groups() else nullcontext()
+
+
+@cache
+def _get_lone_group() -> dist.ProcessGroup:
+    """Return a group of this process alone. It has no backend, because layers on one rank do not communicate."""
+    return dist.ProcessGroup(dist.HashStore(), 0, 1)
+
+
+def _has_lone_groups() -> bool:
+    """Return True if megatron-core's groups are those of `build_single_process_groups`."""
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    return parallel_state.get_tensor_model_parallel_group() is _get_lone_group()
+
+
+@contextmanager
+def _replace_default_group(group: dist.ProcessGroup) -> Iterator[None]:
+    """Make a group torch's default group inside the context.
+
+    `init_process_group` would also replace `sys.excepthook`, and could not be called again.
+    """
+    world: Any = dist.distributed_c10d._world
+    previous = world.default_pg
+    world.default_pg = group
+    world.pg_group_ranks[group] = {0: 0}
+    try:
+        yield
+    finally:
+        world.default_pg = previous
+        world.pg_group_ranks.pop(group)
 
 
 def _select_device(kind: str, local_rank: int) -> torch.device:
@@ -361,6 +402,8 @@ def _reuse_world_group() -> Iterator[None]:
 
 def _make_groups(sizes: ParallelSizes) -> None:
     """Create megatron-core's groups, which are global: once, and never for another mesh."""
+    if _has_lone_groups():  # a model of this process alone was built before; it keeps its groups
+        parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         with _reuse_world_group():
             parallel_state.initialize_model_parallel(
@@ -369,11 +412,12 @@ def _make_groups(sizes: ParallelSizes) -> None:
                 context_parallel_size=sizes.context,
                 create_gloo_process_groups=False,  # only for megatron-core's own optimizer and checkpoints
             )
-    existing = ParallelSizes(
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
-    if existing != sizes:
+    if (existing := _get_existing_sizes()) != sizes:
         raise RunError(f"this process already belongs to another mesh: {existing}, not {sizes}")
+
+
+def _get_existing_sizes() -> ParallelSizes:
+    """Return the sizes of megatron-core's groups."""
+    return ParallelSizes(
+        *(_GROUPS[frozenset({dimension})]().size() for dimension in ("tensor", "context", "data", "pipeline"))
+    )

@@ -14,7 +14,7 @@ from megatron.attention.backends.backend import AttentionBackend, AttentionFormu
 from megatron.attention.backends.registry import select_backend
 from megatron.attention.softmax import build_softmax_sink
 from megatron.distributed.mesh import get_pipeline_layer_range
-from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.process_groups import ProcessGroups, provide_default_group
 from megatron.distributed.sharding import register_grad_all_reduce
 from megatron.model.attention import LayerAttention, PositionedAttention
 from megatron.model.backend_choice import AttentionTarget, BackendChoice, LayerType, choose_backends
@@ -333,7 +333,7 @@ def build_model(
         layer_types.setdefault(id(own), LayerType(own, formula))
     choice = choose_backends(backend or model.attention_backend, model, list(layer_types.values()), groups, target)
     backends = dict(zip(layer_types, choice.backends, strict=True))
-    with place:
+    with place, provide_default_group():
         parts = [(own, formula, backends[id(own)]) for own, formula in zip(layers, formulas, strict=True)]
         gpt = _build_gpt(model, position, vocab_size, groups, dtype, shared, parts, choice)
     return gpt.to(device=device, dtype=dtype)

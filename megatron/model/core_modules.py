@@ -6,7 +6,12 @@ with trim_imports():
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        mappings,
+        vocab_parallel_cross_entropy,
+    )
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP
@@ -15,6 +20,10 @@ with trim_imports():
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer
+
+_find_tensor_group = mappings.get_tensor_model_parallel_group_if_none
+# Without torch's default group, megatron-core's function also drops a group that it is given, such as the embedding's.
+mappings.get_tensor_model_parallel_group_if_none = lambda group: _find_tensor_group(group) if group is None else group
 
 __all__ = [
     "MLP",

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +69,56 @@ def test_collectives_of_a_single_process() -> None:
     assert processes.group("tensor").size() == 1
 
 
+ROOT = Path(__file__).parents[2]
+LONE_MODEL = """
+import sys
+import warnings
+import torch
+from torch import distributed as dist
+warnings.simplefilter("ignore")
+hook = sys.excepthook
+
+from megatron.distributed.launcher_environment import RankInfo
+from megatron.distributed.mesh import ParallelSizes
+from megatron.distributed.process_groups import build_single_process_groups, init_distributed
+from megatron.model.build import build_model
+from megatron.options.model import ModelOptions
+from megatron.options.position import PositionOptions
+
+options = ModelOptions(num_layers=2, hidden_size=32, num_attention_heads=2, seq_length=16)
+tokens = torch.arange(32).reshape(2, 16)
+
+def build():
+    position = PositionOptions(pos_emb="kerple_log")
+    return build_model(options, position, 100, groups=build_single_process_groups(), seed=1)
+
+def compute(model):
+    loss = model(tokens, labels=tokens).mean()
+    loss.backward()
+    return loss.item()
+
+model = build()
+expected = compute(model)
+assert not dist.is_initialized()
+assert sys.excepthook is hook
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+own = dist.group.WORLD
+assert compute(model) == compute(build()) == expected
+assert dist.group.WORLD is own
+groups = init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
+assert groups.group("tensor") is own
+assert compute(model) == compute(build()) == expected
+"""
+
+
+def test_a_model_of_one_process_leaves_torch_alone() -> None:
+    """In a fresh process: no default group and no other excepthook, before and after the caller makes its own group."""
+    result = subprocess.run([sys.executable, "-c", LONE_MODEL], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_joining_an_existing_group_is_rejected() -> None:
-    build_single_process_groups()
+    init_distributed(RankInfo(), ParallelSizes(), device="cpu", backend="gloo")
     with pytest.raises(RunError, match="WORLD_SIZE is 2, but this process is already in a group of 1"):
         init_distributed(RankInfo(0, 2), ParallelSizes(data=2), device="cpu", backend="gloo")
     with pytest.raises(RunError, match="this process already belongs to another mesh"):
