@@ -23,7 +23,9 @@ with trim_imports():
 
 _find_tensor_group = mappings.get_tensor_model_parallel_group_if_none
 # Without torch's default group, megatron-core's function also drops a group that it is given, such as the embedding's.
-mappings.get_tensor_model_parallel_group_if_none = lambda group: _find_tensor_group(group) if group is None else group
+mappings.get_tensor_model_parallel_group_if_none = lambda tp_group, *args, **options: (
+    _find_tensor_group(tp_group, *args, **options) if tp_group is None else tp_group
+)
 
 __all__ = [
     "MLP",
