@@ -46,6 +46,7 @@ from megatron.config.schema import Config
 from megatron.config.stages import Stage, find_stage, find_writing_stage
 from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
+from megatron.options.output import CheckpointOptions
 from megatron.options.position import PositionOptions
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
@@ -227,21 +228,21 @@ def plan_resume(
     if options.finetune and saved:
         raise UserError(
             f"save: {options.save} contains checkpoints up to {saved[-1].name}, but this run would start at step 0; "
-            f"choose another folder, or resume from the newest with {shlex.quote(f'load={saved[-1]}')}"
+            f"choose another folder, or resume from the newest with {build_resume_keys(options)}"
         )
     checkpoint, notes = _find_valid_checkpoint(options.load, groups, weights_only=options.finetune, checksums=checksums)
     index = next((i for i, path in enumerate(saved) if _is_same_folder(path, checkpoint)), None)
     if saved and index is None:
         raise UserError(
             f"save: {options.save} contains checkpoints up to {saved[-1].name}, but this run would start from "
-            f"{checkpoint}; choose another folder, or resume from the newest with {shlex.quote(f'load={saved[-1]}')}"
+            f"{checkpoint}; choose another folder, or resume from the newest with {build_resume_keys(options)}"
         )
     later = tuple(saved[index + 1 :]) if index is not None else ()
     is_named = layout.is_checkpoint(options.load)  # otherwise the later checkpoints are damaged
     if later and is_named and not options.rollback:
         raise UserError(
             f"save: {options.save} contains checkpoints up to {later[-1].name}, but this run would resume from "
-            f"{checkpoint}; choose another folder, resume from the newest with {shlex.quote(f'load={options.save}')}, "
+            f"{checkpoint}; choose another folder, resume from the newest with {build_resume_keys(options)}, "
             "or roll back with rollback=true (later checkpoints are moved aside)"
         )
     stored_config = load_checkpoint_config(checkpoint)
@@ -281,6 +282,12 @@ def plan_resume(
     is_same = is_same_training(config, stored_config, may_differ=LENGTH_KEYS if is_own else ())
     origin = state.origin if is_same else describe_origin(source)
     return ResumePlan(source, reader, state, notes, stages, later, origin)
+
+
+def build_resume_keys(options: CheckpointOptions) -> str:
+    """Return the command-line keys that resume a run with these options from its newest checkpoint."""
+    # The configuration of a finetuned run loads only weights, and only those of another run.
+    return shlex.quote(f"load={options.save}") + (" finetune=false" if options.finetune else "")
 
 
 def _find_origin(run: str) -> tuple[str, bool] | None:

@@ -84,8 +84,8 @@ def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> Non
         raise RunError(
             f"it branches from {member.origin}, which does not exist: {member.trunk.name} has not reached this step"
         )
-    # A run resumes if `load` is its own folder.
-    config = member.config.replace(load=str(member.folder)) if done else member.config
+    # A run resumes if `load` is its own folder, with all states even if it began with the weights of another run.
+    config = member.config.replace(load=str(member.folder), finetune=False) if done else member.config
     config.save(member.get_sibling_path(".yml"))
 
     def show_step(step: int | None) -> None:

@@ -277,7 +277,7 @@ def compute_member_digest(member: SweepMember) -> str:
     corpora = [_describe_corpora(stage.data) for stage in (config, *list_stage_configs(config))]
     methods = sorted(compute_user_method_digests(config.position).values())
     evaluations = {str(name): _describe_options(options) for name, options in member.evaluations.items()}
-    decisive = [SAVED_FORMAT, member.variant, member.first_step, training, methods, corpora, evaluations]
+    decisive = [SAVED_FORMAT, member.variant, member.branch_step, training, methods, corpora, evaluations]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

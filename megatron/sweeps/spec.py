@@ -76,8 +76,8 @@ class SweepMember:
     """Folder for this sweep's results of the run: the run's own folder, unless sweeps share the run."""
     trunk: "SweepMember | None" = None
     """Member that it branches from, or None."""
-    first_step: int = 0
-    """First step of its own training, where it branches off."""
+    branch_step: int = 0
+    """Step of the trunk's checkpoint that it branches from."""
     benchmark: str | None = None
     """Benchmark of its training, or None for the sweep's own."""
     further_evaluations: Mapping[str, FurtherEvaluationOptions] = field(default_factory=dict)
@@ -108,7 +108,12 @@ class SweepMember:
     @property
     def origin(self) -> Path | None:
         """Checkpoint that it branches from, or None."""
-        return None if self.trunk is None else get_checkpoint_path(self.trunk.folder, self.first_step)
+        return None if self.trunk is None else get_checkpoint_path(self.trunk.folder, self.branch_step)
+
+    @property
+    def first_step(self) -> int:
+        """Step at which its own training starts: that of its origin, or 0 if it loads only the weights."""
+        return 0 if self.config.checkpoint.finetune else self.branch_step
 
     @property
     def trained_config(self) -> Config:
@@ -319,11 +324,11 @@ def _build_members(
     options: SweepOptions,
     own: Sequence[YamlDocument],
     trunks: Sequence[SweepMember],
-    first_step: int,
+    branch_step: int,
 ) -> tuple[list[SweepMember], list[str]]:
     """Build the members of a variant, one per seed, and the notes on merging its keys in `own`.
 
-    trunks, first_step: members that a branch continues from, by seed, and the step.
+    trunks, branch_step: members that a branch continues from, by seed, and the step.
     """
     # The path to load is set per seed below; here it satisfies the check of `finetune`.
     branched = [f"load={trunks[0].folder}"] if trunks else []
@@ -337,9 +342,9 @@ def _build_members(
     members = []
     for seed in training.seeds or options.get_seeds(variant):
         trunk = next((trunk for trunk in trunks if trunk.seed == seed), None)
-        if first_step and trunk is None:
+        if branch_step and trunk is None:
             raise UserError(f"sweep.variants.{variant}: seed {seed} is missing in the variant that it branches from")
-        origin = None if trunk is None else (trunk.folder.parent.name, first_step)
+        origin = None if trunk is None else (trunk.folder.parent.name, branch_step)
         results = get_output_folder(options).joinpath(
             variant, *([] if training.benchmark is None else [training.benchmark]), f"seed_{seed}"
         )
@@ -349,7 +354,7 @@ def _build_members(
             else Path(options.runs) / compute_run_identity(loaded.config, origin) / f"seed_{seed}"
         )
         member = SweepMember(
-            variant, seed, loaded.config, folder, evaluation, results, trunk, first_step, training.benchmark,
+            variant, seed, loaded.config, folder, evaluation, results, trunk, branch_step, training.benchmark,
             further_evaluations, loaded.layers,
         )  # fmt: skip
         load = None if member.origin is None else str(member.origin)

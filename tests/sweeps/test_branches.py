@@ -1,17 +1,20 @@
 """Sweep with variants that branch from another variant's checkpoint: one trunk, several decays."""
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron.checkpoint import layout
 from megatron.config.load import read_config
 from megatron.sweeps import member_run
+from megatron.sweeps.check_sweep import check_sweep
 from megatron.sweeps.spec import compute_run_identity, read_sweep
 from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
 
-from .conftest import BASE, run, write
+from .conftest import BASE, Trainer, run, write
 
 SCHEDULE = "    lr_decay_style: wsd\n    lr_decay_iters: 1000\n    lr_warmup_iters: 1\n"
 TRUNK = (
@@ -67,6 +70,22 @@ def test_branches_follow_their_trunk_and_copy_nothing(place: Path, monkeypatch: 
     assert again == found
     assert "nothing to do: 3 of 3 runs are complete" in said
     assert not asked
+
+
+def test_a_finetuning_that_failed_resumes(trainer: Trainer) -> None:
+    write(BASE.replace("mine: {", "mine: {branch: {variant: rotary, step: 6}, finetune: true, "))
+    trainer.fails_at = "alibi"
+    with pytest.raises(RunError, match=r"mine.*the disk is full"):
+        run()
+    asked = read_config(Path("out/mine/seed_1234.yml")).checkpoint
+    assert (asked.load, asked.finetune) == ("out/rotary/seed_1234/checkpoints/step_0000006", True)
+    trainer.fails_at = None
+    out = io.StringIO()
+    check_sweep(read_sweep(["sweep.yml"]), Console(file=out, width=200))
+    assert "has a checkpoint of step 3 of 6" in out.getvalue()
+    run()
+    asked = read_config(Path("out/mine/seed_1234.yml")).checkpoint
+    assert (asked.load, asked.finetune) == ("out/mine/seed_1234", False)
 
 
 def test_invalid_branches(place: Path) -> None:

@@ -200,7 +200,10 @@ def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
     assert summary.describe_end(tiny_config(corpus), None, now=False) == "no checkpoint saved: save is not set"
     assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
     config.save(tmp_path / RESOLVED_CONFIG)  # beside the user's own, which may lack command-line keys
-    assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/{RESOLVED_CONFIG} load={tmp_path}"
+    command = f"./deepy.py train {tmp_path}/{RESOLVED_CONFIG} load={tmp_path}"
+    assert summary.build_resume_command(config) == command
+    finetuned = config.replace(load="runs/a", finetune=True)
+    assert summary.build_resume_command(finetuned) == f"{command} finetune=false"
 
 
 def test_a_silent_run_measures_nothing(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
