@@ -143,11 +143,13 @@ class WeightChanges:
     unused: frozenset[str]
 
     def describe(self, config: Config, stored: Config) -> str:
-        """Return the changes as one line."""
+        """Return the changes as one line, with options as their configurations set them."""
         new, old = _list_position_options(config), _list_position_options(stored)
         keys = (*ENCODING_KEYS, "score_processor", "score_processor_options", *TEMPERATURE_KEYS)
         changed = [
-            f"{key} {_format_value(old[key])} → {_format_value(new[key])}" for key in keys if old[key] != new[key]
+            f"{key} {_format_value(getattr(stored.position, key))} → {_format_value(getattr(config.position, key))}"
+            for key in keys
+            if old[key] != new[key]
         ]
         parts = [("fresh", self.initialized), ("dropped", self.unused)]
         return "; ".join(

@@ -92,7 +92,7 @@ def test_an_encoding_and_a_processor_can_change_together(
 ) -> None:
     zero = {"score_processor": "cdape", "score_processor_options": {"zero_init": True}}
     output = tuned(corpus, tmp_path / "run", trained["rotary"], pos_emb="kerple_log", pos_emb_per_layer=True, **zero)
-    assert "score_processor none → cdape" in output
+    assert "score_processor none → cdape, score_processor_options {} → {zero_init: true}; fresh" in output
     assert "layers.*.processor.output.weight" in output
     with pytest.raises(UserError, match="zero_init: true"):
         tuned(corpus, tmp_path / "other", trained["rotary"], pos_emb="kerple_log", score_processor="cdape")
