@@ -252,7 +252,7 @@ def format_flags(options: dict[str, Any]) -> list[str]:
 
 
 def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:
-    """Run a command of `./deepy.py` in a child process, and print its output.
+    """Run a command of `./deepy.py` in a child process, and print its output except error lines, which are raised.
 
     Raises:
         UserError, RunError: the command failed; the message is the last error line of its output.
@@ -278,7 +278,7 @@ def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:
         assert child.stdout is not None
         for line in child.stdout:
             lines.append(line)
-            if not quiet:
+            if not quiet and not line.startswith("error: "):  # raised below
                 print(line, end="")
         child.wait()
     finally:

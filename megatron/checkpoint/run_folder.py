@@ -17,7 +17,6 @@ source is therefore rejected.
 This module does not import torch, so that listing a thousand checkpoints on a login node is fast.
 """
 
-import fcntl
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -27,33 +26,15 @@ from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.layout import CONFIG, list_checkpoints
 from megatron.config.load import read_config
 from megatron.config.schema import Config
-from megatron.utils.atomic_io import FolderLock, check_writable
+from megatron.utils.atomic_io import LOCK, FolderLock, check_writable, is_lock_held
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
-LOCK = ".lock"
 SWEEP_LOCK = ".sweep.lock"
 """Lock in a sweep's folder; runs are recognized by `LOCK`."""
 LOCK_TIMEOUT = 10.0
 """Seconds to wait for the holder of the lock; a data worker notices within 5 s that its run has ended."""
 BUSY = "another run is using this folder; choose another one or wait"
 """Error for a folder that another run has locked."""
-
-
-def is_lock_held(path: Path) -> bool | None:
-    """Return True if a process has locked a lock file (`RunLock`), or None if unknown."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None  # file system without locks
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def is_sweep_running(folder: Path) -> bool:

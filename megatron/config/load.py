@@ -41,6 +41,7 @@ from megatron.options.data import DataOptions
 from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, get_ffn_hidden_size
 from megatron.options.optimizer import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
+from megatron.utils.atomic_io import LOCK, is_lock_held
 from megatron.utils.errors import UserError, check_reachable
 from megatron.utils.formatting import suggest_names
 from megatron.utils.project import SHIPPED_CONFIGS
@@ -157,6 +158,11 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
     if Path(text).is_dir():
         raise UserError(f"{text}: is a folder; give a configuration file in it, or search it with -d {text}")
     check_reachable(text)
+    run = Path(text).parent
+    if Path(text).name == "config.yml" and is_lock_held(run / LOCK):
+        raise UserError(
+            f"{text}: not written yet: a run is starting in {run}; wait until it has started, or choose another folder"
+        )
     hint = _suggest_config(Path(text).stem, {path.stem for folder in folders for path in folder.rglob("*.y*ml")})
     raise UserError(f"{text}: no such configuration file, here or in {', '.join(map(str, folders))}{hint}")
 

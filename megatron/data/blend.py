@@ -11,6 +11,7 @@ splits raises an error. `megatron/training/check_start.py` writes the resolved d
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +130,12 @@ def _find_datasets(key: str, name: str, split: Split) -> list[Path]:
     if bin_file.is_file() or idx_file.is_file():
         missing, present = (idx_file, bin_file) if bin_file.is_file() else (bin_file, idx_file)
         raise UserError(f"{key}: {missing} is missing (there is a {present.name})", key)
+    if Path(name).is_file():
+        raise UserError(
+            f"{key}: {name} is not a dataset (.bin and .idx); if it is a text, convert it once with "
+            f"`./deepy.py prepare {shlex.quote(name)} --output FOLDER`",
+            key,
+        )
     check_reachable(bin_file)
     datasets = _list_indices([prefix.parent])
     hint = f"; datasets there: {format_names(datasets)}" if datasets else " (create one with `./deepy.py prepare`)"

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint import run_folder
-from megatron.checkpoint.run_folder import LOCK
 from megatron.config.execution import ResolvedRun
 from megatron.config.schema import Config
 from megatron.distributed.launcher_environment import ADDRESS, LaunchContext, RankInfo, describe_job, find_free_port
 from megatron.launch import worker
 from megatron.launch.rank_group import count_threads_per_process, run_ranks
 from megatron.training.metrics_log import read_heartbeat
-from megatron.utils.atomic_io import make_folder, remove_empty_folders
+from megatron.utils.atomic_io import LOCK, is_lock_held, make_folder, remove_empty_folders
 from megatron.utils.console import temporary_log
 from megatron.utils.errors import FarfieldWarning, RunError, UserError
 from megatron.utils.signals import StoppedBySignal, clean_up_on_signal, exit_with_parent
@@ -88,7 +87,7 @@ def _wait_for_folder(folder: Path) -> None:
     """
     deadline = time.monotonic() + run_folder.LOCK_TIMEOUT
     is_reported = False
-    while run_folder.is_lock_held(folder / LOCK):
+    while is_lock_held(folder / LOCK):
         if time.monotonic() > deadline or _is_writer_alive(folder):
             raise UserError(f"save: {folder}: {run_folder.BUSY}")
         if not is_reported:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.checkpoint import layout, run_folder
-from megatron.checkpoint.run_folder import LOCK, get_config_path
+from megatron.checkpoint.run_folder import get_config_path
 from megatron.config.yaml_files import format_value, read_yaml
 from megatron.launch.slurm import CONFIGURATION, SCRIPT
 from megatron.training.metrics_log import (
@@ -32,6 +32,7 @@ from megatron.training.metrics_log import (
     read_heartbeat,
     read_metrics_log,
 )
+from megatron.utils.atomic_io import LOCK, is_lock_held
 from megatron.utils.console import PlainConsole, print_table
 from megatron.utils.errors import FarfieldError, UserError, check_reachable, describe_cause
 from megatron.utils.formatting import format_bytes, format_decimal, format_duration, format_quantity, suggest_path
@@ -203,7 +204,7 @@ def _is_alive(run: Path, beat: dict[str, Any]) -> bool:
 
     On this machine, a released lock overrides the heartbeat, which a killed run leaves behind.
     """
-    held, at = run_folder.is_lock_held(run / LOCK), _get_finite(beat.get("time"))
+    held, at = is_lock_held(run / LOCK), _get_finite(beat.get("time"))
     if held or at is None or time.time() - at >= MAX_HEARTBEAT_AGE:
         return bool(held)
     return held is None or beat.get("host") != socket.gethostname()

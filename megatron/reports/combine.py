@@ -164,9 +164,10 @@ def _check_output_page(output: Path) -> None:
         LATEX_SUFFIX: report.is_generated_latex,
     }
     if output.suffix not in checks:
+        existing = f"; results.csv is already next to {RESULTS_FILE}" if output.suffix == ".csv" else ""
         raise UserError(
-            f"--output {output}: it must be a name ending in .html, .htm, {MARKDOWN_SUFFIX}, or {LATEX_SUFFIX}; "
-            f"results.csv is already next to {RESULTS_FILE}"
+            f"--output {output}: it must be a name ending in .html, .htm, {MARKDOWN_SUFFIX}, or "
+            f"{LATEX_SUFFIX}{existing}"
         )
     check_new_file("--output", output)
     check_no_foreign_files("--output", [output], checks[output.suffix])

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron.checkpoint.layout import list_checkpoints
-from megatron.checkpoint.run_folder import LOCK, is_saved_config
+from megatron.checkpoint.run_folder import is_saved_config
 from megatron.data.corpus_metadata import CORPUS_FILE
 from megatron.reports.records import RESULTS_FILE
 from megatron.reports.results_output import check_no_foreign_results
@@ -32,9 +32,9 @@ from megatron.sweeps.results import (
 )
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training.metrics_log import METRICS_FILE
-from megatron.utils.atomic_io import check_no_foreign_files, check_writable
+from megatron.utils.atomic_io import LOCK, check_no_foreign_files, check_writable
 from megatron.utils.console import run_console, temporary_log
-from megatron.utils.formatting import format_approximate_duration
+from megatron.utils.formatting import format_approximate_duration, format_quantity
 from megatron.utils.progress import WaitAnnouncer
 
 Log = Callable[[str], None]
@@ -79,9 +79,10 @@ def check_sweep(sweep: Sweep, console: Console | None, *, retry_failed: bool = F
             log(f"note: the data are not checked, because the sweep first prepares the corpus {corpus.folder}")
             unmatched = {member for member in sweep.members if member not in done and has_saved_file(sweep, member)}
             if unmatched:
+                have = "has" if len(unmatched) == 1 else "have"
                 log(
-                    f"note: {len(unmatched)} runs have saved records in {sweep.options.records}; after preparing the "
-                    "corpus, the sweep does not repeat those that match it"
+                    f"note: {format_quantity(len(unmatched), 'run')} {have} saved records in {sweep.options.records}; "
+                    "after preparing the corpus, the sweep does not repeat those that match it"
                 )
         done |= {member for member, work in works.items() if not work.has_work}
         elsewhere = list_members_of_other_parts(sweep) - done

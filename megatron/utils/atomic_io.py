@@ -230,6 +230,10 @@ WAIT_SECONDS = 600.0
 POLL_SECONDS = 0.05
 
 
+LOCK = ".lock"
+"""Lock file in the folder of a run."""
+
+
 class FolderLock:
     """Lock on a folder, held until `release` or the end of the process.
 
@@ -285,6 +289,23 @@ class FolderLock:
             with suppress(OSError):
                 self._path.unlink()
         os.close(self._descriptor)
+
+
+def is_lock_held(path: Path) -> bool | None:
+    """Return True if a process has locked a lock file (`FolderLock`), or None if unknown."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None  # file system without locks
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:

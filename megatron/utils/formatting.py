@@ -31,6 +31,11 @@ def format_decimal(number: float, decimals: int) -> str:
     return f"{number:.{decimals}f}" if abs(number) < 1e7 else f"{number:.2e}"
 
 
+def format_number(number: float) -> str:
+    """Format a number as a user writes it: 0.05, and 969 for 969.0."""
+    return str(number).removesuffix(".0")
+
+
 def format_quantity(count: int, noun: str) -> str:
     """Format a count with its noun: 1 thread, 8 threads, 1,000 threads."""
     return f"{count:,} {noun}{'s' * (count != 1)}"

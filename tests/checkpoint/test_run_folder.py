@@ -11,7 +11,6 @@ from tiny_runs import tiny_config
 
 from megatron.checkpoint import run_folder
 from megatron.checkpoint.run_folder import (
-    LOCK,
     RESOLVED_CONFIG,
     RunLock,
     check_no_foreign_run_files,
@@ -21,6 +20,7 @@ from megatron.checkpoint.run_folder import (
 )
 from megatron.config.execution import resolve_config
 from megatron.config.load import load_config, read_config
+from megatron.utils.atomic_io import LOCK
 from megatron.utils.errors import UserError
 
 OWN = "# my notes: lr from the paper's appendix\nnum_layers: 1   # small\n"

@@ -12,6 +12,7 @@ from megatron.config.load import find_config, load_config
 from megatron.config.schema import list_config_keys
 from megatron.options.launch import SlurmOptions
 from megatron.options.optimizer import OptimizerParams
+from megatron.utils.atomic_io import LOCK, FolderLock
 from megatron.utils.errors import UserError
 
 BASE = """\
@@ -381,6 +382,10 @@ def test_ambiguous_and_unknown_names_are_reported(write, tmp_path):
     assert "configs/model/tiny.yml, configs/other/tiny.yml" in line
     assert "did you mean 125M" in only_problem(["125N"])
     assert "did you mean" not in only_problem(["qqqq.yml"])
+    lock = FolderLock(tmp_path / "run", name=LOCK, key="save", busy_message="", lock_timeout=0)
+    assert only_problem(["run/config.yml"]).startswith("run/config.yml: not written yet: a run is starting in run; ")
+    lock.release()
+    assert "run/config.yml: no such configuration file" in only_problem(["run/config.yml"])
     with pytest.raises(UserError, match="no such configuration folder"):
         load_config(["base"], search=["nowhere"])
 

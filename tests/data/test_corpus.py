@@ -277,8 +277,9 @@ def test_a_link_to_another_place_stays_a_link(texts, tmp_path):
         ({"vocab_size": 300}, "vocab_size: only tokenizer bpe accepts it"),
         ({"tokenizer": "HFTokenizer"}, r"needs its tokenizer\.json"),
         ({"workers": 0}, "workers is 0; it must be at least 1"),
+        ({"split": (-1.0, 1, 1.0)}, "split: -1,1,1 is invalid"),
         ({"split": (1, 2)}, "split is .*; it must be a list of 3 fractions"),
-        ({"split": (0.5, 0.5, 0.5)}, r"split: \[0.5, 0.5, 0.5\] sums to 1.5; fractions must sum to 1, or be whole"),
+        ({"split": (0.5, 0.5, 0.5)}, r"split: 0\.5,0\.5,0\.5 sums to 1\.5; fractions must sum to 1, or be whole"),
         ({"suffixes": [".bad"]}, r"x\.bad:1: not UTF-8"),
     ],
 )
@@ -324,6 +325,13 @@ def test_errors_in_workers_arrive_as_they_are(many, tmp_path):
     with pytest.raises(UserError, match=r"many\.jsonl:2001: 'text' is a number; it must be a string; --skip-bad N"):
         prepare([str(many)], tmp_path / "out", workers=2)
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["many.jsonl"]
+
+
+@pytest.mark.parametrize("split", [None, (0.5, 0, 0.5)])
+def test_a_text_of_white_space_is_no_text(tmp_path, split):
+    (tmp_path / "blank.txt").write_text(" \n\n\t\n  \n")
+    with pytest.raises(UserError, match=r"blank\.txt: no text found$"):
+        prepare([str(tmp_path / "blank.txt")], tmp_path / "out", split=split)
 
 
 def test_corpora_without_text_are_rejected(tmp_path):

@@ -210,6 +210,8 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
     assert read_vocabulary(DataOptions(data_path=learned, **given_file)).name == other.tokenizer
     foreign = dataset("foreign", numbered([30]))
     assert read_vocabulary(DataOptions(train_data_paths=[foreign], **words)).eod == 1999
+    text = str(texts.parent / "my text.txt")
+    Path(text).write_text("a text")
     for options, message in [
         ({"train_data_paths": [prefix, learned]}, r"bpe/text_document: made by tokenizer HFTok.*, but .* by bytes"),
         ({"train_data_paths": [prefix], "valid_data_paths": [learned]}, "made by tokenizer"),
@@ -223,6 +225,7 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
         ({"data_path": prefix, "vocab_file": "x"}, "vocab_file is given without tokenizer_type"),
         ({}, "data_path: no data configured"),
         ({"data_path": prefix, "test_data_paths": [prefix]}, "test_data_paths and data_path exclude each other"),
+        ({"train_data_paths": [text]}, rf"{text} is not a dataset .* `\./deepy\.py prepare '{text}' --output FOLDER`"),
         ({"data_path": prefix[:-3]}, r"no dataset .*text_docum: .* are missing; datasets there: .*bytes/text_document"),
     ]:
         with pytest.raises(UserError, match=message) as error:
@@ -246,10 +249,10 @@ def test_data_that_cannot_be_used_are_rejected(dataset, words, tmp_path):
         ({"train_data_paths": [str(tmp_path / "half")]}, r"train_data_paths: .*half\.idx is missing"),
         (
             {"train_data_paths": [good, short], "train_data_weights": [1.0]},
-            "train_data_weights has 1 values for 2 paths in train_data_paths",
+            "train_data_weights has 1 value for 2 paths in train_data_paths",
         ),
         ({"train_data_paths": [good], "train_data_weights": [0.0]}, "each must be greater than 0"),
-        ({"data_path": good, "train_data_weights": [1.0]}, "train_data_weights has 1 values for 0 paths"),
+        ({"data_path": good, "train_data_weights": [1.0]}, "train_data_weights has 1 value for 0 paths"),
         ({"data_path": good, "split": "1,-1"}, "split is '1,-1'; it must be up to three fractions"),
         ({"data_path": good, "split": "a"}, "split is 'a'; it must be up to three fractions"),
         (

@@ -156,8 +156,10 @@ def test_missing_and_repeated_sources(texts):
         scan_sources([])
     with pytest.raises(UserError, match="no-such: no such file or folder"):
         scan_sources(["no-such"])
-    with pytest.raises(UserError, match=r"a\.txt: given twice"):
+    with pytest.raises(UserError, match=rf"^{texts}/a\.txt is given twice, by {texts}, {texts}/a\.txt$"):
         scan_sources([str(texts), str(texts / "a.txt")])
+    with pytest.raises(UserError, match=f"^{texts} is given twice$"):
+        scan_sources([str(texts), str(texts)])
     with pytest.raises(UserError, match="only the source `python`"):
         scan_sources([str(texts)], packages=True)
 

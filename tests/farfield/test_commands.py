@@ -14,6 +14,7 @@ from fork_server import ForkingPopen
 from tiny_runs import tiny_config, write_corpora
 
 import farfield
+from farfield import commands
 from farfield.commands import format_flags, format_overrides, prepare
 from megatron.config.load import load_config, read_config
 from megatron.position import catalog, registry
@@ -45,6 +46,14 @@ def user_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "methods" / "encodings" / "eighths.py").write_text(OWN.format(name="Eighths"))
     monkeypatch.setenv(catalog.METHODS_VARIABLE, str(tmp_path / "methods"))
     return tmp_path / "methods" / "encodings"
+
+
+def test_an_error_is_raised_and_not_printed_too(monkeypatch, capfd) -> None:
+    code = "import sys; print('reading'); print('error: nope: no such file', file=sys.stderr); sys.exit(2)"
+    monkeypatch.setattr(commands, "COMMAND", ["-c", code])
+    with pytest.raises(farfield.UserError, match=r"^nope: no such file$"):
+        commands.run_command("prepare")
+    assert capfd.readouterr() == ("reading\n", "")
 
 
 @pytest.fixture

@@ -135,8 +135,9 @@ def test_contradicting_files_are_reported(tmp_path: Path) -> None:
     [
         (
             "page.pdf",
-            r"^--output .*page\.pdf: it must be a name ending in \.html, \.htm, \.md, or \.tex; results\.csv",
+            r"^--output .*page\.pdf: it must be a name ending in \.html, \.htm, \.md, or \.tex$",
         ),
+        ("page.csv", r"or \.tex; results\.csv is already next to results\.json$"),
         ("folder.html", r"^--output is .*folder\.html, which is a folder; name a file$"),
         ("file/page.html", r"^--output is .*page\.html, but .*file is a file; name a file$"),
     ],

@@ -13,7 +13,6 @@ from models import build_model
 from rich.console import Console
 from safetensors.torch import save_file
 
-from megatron.checkpoint.run_folder import LOCK
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
 from megatron.config.schema import Config
@@ -27,6 +26,7 @@ from megatron.sweeps import member_run
 from megatron.sweeps import run_sweep as sweeps
 from megatron.training.metrics_log import METRICS_FILE
 from megatron.training.resolve_run import resolve_run
+from megatron.utils.atomic_io import LOCK
 from megatron.utils.errors import RunError
 
 ROOT = Path(__file__).parents[2]

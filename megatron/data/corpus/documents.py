@@ -29,6 +29,7 @@ from megatron.data.corpus.writer import BadDocuments
 from megatron.data.tokenizers import Tokenizer
 from megatron.options.data import SPLITS
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.formatting import format_number, format_quantity
 
 ItemT = TypeVar("ItemT")
 CorpusProgress = Callable[[str, int, int], None]
@@ -80,7 +81,7 @@ class CorpusDocuments:
             self.progress(stage, done, self.size)
 
     def _report_download(self, documents: int) -> None:
-        self.progress(f"reading ({documents:,} documents)", 0, 1)
+        self.progress(f"reading ({format_quantity(documents, 'document')})", 0, 1)
 
 
 def _limit_items(items: Generator[ItemT, None, None], limit: int | None) -> Iterator[ItemT]:
@@ -140,19 +141,20 @@ def check_fractions(fractions: Sequence[float]) -> tuple[float, ...]:
 
     Raises UserError unless three nonnegative numbers are given that sum to 1, or whole numbers in any ratio.
     """
+    given = ",".join(map(format_number, fractions))
     if (
         len(fractions) != 3
         or not all(np.isfinite(fraction) and fraction >= 0 for fraction in fractions)
         or sum(fractions) <= 0
     ):
         raise UserError(
-            f"split: {list(fractions)} is invalid; it must be three nonnegative fractions (train, valid, test), for "
+            f"split: {given} is invalid; it must be three nonnegative fractions (train, valid, test), for "
             "example 0.9, 0.05, 0.05"
         )
     total = sum(fractions)
     if abs(total - 1) > 1e-6 and not all(float(fraction).is_integer() for fraction in fractions):
         raise UserError(
-            f"split: {list(fractions)} sums to {total:g}; fractions must sum to 1, or be whole numbers in a ratio, "
+            f"split: {given} sums to {total:g}; fractions must sum to 1, or be whole numbers in a ratio, "
             "such as 969,30,1"
         )
     return tuple(fraction / total for fraction in fractions)
@@ -163,7 +165,7 @@ def compute_split_counts(num_documents: int, fractions: Sequence[float]) -> list
     num_splits = sum(fraction > 0 for fraction in fractions)
     if num_documents < num_splits:
         raise UserError(
-            f"split: {num_documents} document{'s' * (num_documents != 1)} cannot be divided into {num_splits} splits; "
+            f"split: {format_quantity(num_documents, 'document')} cannot be divided into {num_splits} splits; "
             "prepare each split separately with --split none"
         )
     exact = [fraction * num_documents for fraction in fractions]

@@ -257,7 +257,7 @@ def _write_splits(writer: CorpusWriter, tokenizer: Tokenizer, assignment: SplitA
 def _check_split_not_empty(writer: CorpusWriter, files: list[SourceFile]) -> None:
     num_documents = sum(counts.documents for counts in writer.split_counts.values())
     bad = f"; {writer.bad.describe()}" if writer.bad.count else ""
-    if num_documents == 0:
+    if num_documents == 0 or writer.is_blank:
         raise UserError(f"{files[0].path}{' and the other sources' * (len(files) > 1)}: no text found{bad}")
     for name, counts in writer.split_counts.items():
         if counts.documents == 0:

@@ -160,7 +160,12 @@ def scan_sources(
     for file in files:
         resolved = file.path.resolve()
         if resolved in resolved_paths:
-            raise UserError(f"{file.path}: given twice by {', '.join(sources)}")
+            repeated = next((source for source in sources if sources.count(source) > 1), None)
+            raise UserError(
+                f"{file.path} is given twice, by {', '.join(sources)}"
+                if repeated is None
+                else f"{repeated} is given twice"
+            )
         resolved_paths.add(resolved)
     return files
 

@@ -47,6 +47,7 @@ class EncodedChunk:
     lengths: list[int]  # of every document, including its end token; 0 for skipped documents
     skipped: list[str]  # Python files that Python cannot decode
     bad: list[str]  # error message for each document that cannot be decoded
+    is_blank: bool  # True if no document contains more than white space
     size: int
 
 
@@ -101,7 +102,8 @@ class ChunkEncoder:
             raise build_size_error(max(chunk.documents, key=lambda document: document.size)) from None
         remaining = {split: iter(encoded.lengths) for split, encoded in by_split.items()}
         lengths = [0 if split is None else next(remaining[split]) for split in splits]
-        return EncodedChunk(by_split, lengths, skipped, bad, chunk.size)
+        is_blank = all(text.isspace() for split in texts.values() for text in split)
+        return EncodedChunk(by_split, lengths, skipped, bad, is_blank, chunk.size)
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
         """Raise UserError for ids outside the vocabulary, which the file's token type may not be able to represent."""

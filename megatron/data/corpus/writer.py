@@ -102,7 +102,7 @@ class CorpusWriter:
     ) -> None:
         from megatron.data.core_datasets import DType, IndexedDatasetBuilder  # takes seconds
 
-        progress = progress or {"documents": 0, "done": 0, "skipped": [], "bytes": {}, "counted": {}}
+        progress = progress or {"documents": 0, "done": 0, "skipped": [], "bytes": {}, "counted": {}, "blank": True}
         self._work, self._names, self._extra_progress = work, names, extra_progress
         self.dtype = DType.optimal_dtype(vocab_size)
         self.documents: int = progress["documents"]
@@ -111,6 +111,8 @@ class CorpusWriter:
         """Bytes of the sources processed."""
         self.skipped: list[str] = list(progress["skipped"])
         self.bad = BadDocuments(skip_bad, progress.get("num_bad", 0), progress.get("bad", []))
+        self.is_blank: bool = progress.get("blank", False)
+        """True if no document contains more than white space."""
         self.split_counts: dict[SplitName, SplitCounts] = {}
         self._builders: dict[int, Any] = {}
         self._lengths: dict[int, BinaryIO] = {}
@@ -152,6 +154,7 @@ class CorpusWriter:
             )
         self.skipped += chunk.skipped
         self.bad.add(chunk.bad)
+        self.is_blank &= chunk.is_blank
         self.documents += len(chunk.lengths)
         self.bytes_done += chunk.size
         if time.monotonic() - self._last_save >= SAVE_INTERVAL:
@@ -170,6 +173,7 @@ class CorpusWriter:
             "skipped": self.skipped,
             "num_bad": self.bad.count,
             "bad": self.bad.first,
+            "blank": self.is_blank,
             "bytes": {name: self._builders[split].data_file.tell() for split, name in self._names.items()},
             "counted": {name: count.model_dump() for name, count in self.split_counts.items()},
         }
