@@ -21,7 +21,7 @@ from megatron.options.commands import GenerationOptions
 from megatron.options.model import MAX_LENGTH
 from megatron.options.section import list_accepted_names
 from megatron.utils.errors import UserError
-from megatron.utils.formatting import format_choices
+from megatron.utils.formatting import format_choices, format_quantity
 
 if TYPE_CHECKING:
     from megatron.attention.inputs import AttentionInputs
@@ -161,7 +161,9 @@ class Model:
         num_scored = length if stride is None else to_integer("stride", stride, 1, length)
         self._check_length(length)
         if len(tokens) < length + 1:
-            raise UserError(f"the text has {len(tokens):,} tokens; a window of {length:,} needs {length + 1:,}")
+            raise UserError(
+                f"the text has {format_quantity(len(tokens), 'token')}; a window of {length:,} needs {length + 1:,}"
+            )
         starts = np.arange(0, len(tokens) - length, num_scored, dtype=np.int64)
         losses = compute_window_losses(self._loaded.model, tokens, starts, length, num_scored)
         targets = starts[:, None] + np.arange(length - num_scored + 1, length + 1)
@@ -355,7 +357,8 @@ class TokenLosses:
 
     def __repr__(self) -> str:
         windows, targets = self.values.shape
-        return f"<TokenLosses: {windows:,} windows × {targets:,} targets, loss {self.loss:.4f} nats per token>"
+        size = f"{format_quantity(windows, 'window')} × {format_quantity(targets, 'target')}"
+        return f"<TokenLosses: {size}, loss {self.loss:.4f} nats per token>"
 
     @property
     def losses(self) -> np.ndarray:

@@ -17,6 +17,7 @@ from megatron.cli.show import checkpoints, keys, positions, show_batch, status, 
 from megatron.cli.train import plan, rehearse, sweep, train
 from megatron.options.section import read_docstring
 from megatron.utils.errors import UserError
+from megatron.utils.formatting import format_quantity
 from megatron.utils.project import PROGRAM, replace_program_name
 
 COMMANDS: tuple[tuple[Callable[..., Any], str], ...] = (
@@ -179,7 +180,7 @@ def _describe_device() -> str:
 
     hardware = LocalHardware.detect()
     if not hardware.num_gpus:
-        return f"cpu ({hardware.num_cores} cores)"
+        return f"cpu ({format_quantity(hardware.num_cores, 'core')})"
     return f"cuda ({hardware.num_gpus} × {read_gpu_name() or 'GPU'})"
 
 

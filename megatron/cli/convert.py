@@ -12,6 +12,7 @@ from megatron.cli.arguments import add_section_options, print_notes, print_to_st
 from megatron.options.commands import ExportOptions, ImportOptions
 from megatron.options.data import SPLITS, CorpusOptions, DataOptions
 from megatron.utils.errors import UserError
+from megatron.utils.formatting import format_quantity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,8 +86,9 @@ def import_(
     print_notes(notes)
     model = imported.config.model
     print(
-        f"{run}: {format_count(imported.num_parameters)} parameters, {model.num_layers} layers of width "
-        f"{model.hidden_size}, {', '.join(imported.config.position.encodings)}, training length {model.seq_length:,}, "
+        f"{run}: {format_count(imported.num_parameters)} parameters, "
+        f"{format_quantity(model.num_layers, 'layer')} of width {model.hidden_size}, "
+        f"{', '.join(imported.config.position.encodings)}, training length {model.seq_length:,}, "
         f"tokenizer {imported.tokenizer}"
     )
 

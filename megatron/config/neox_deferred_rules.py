@@ -334,7 +334,7 @@ class LayerFrequency(DeferredRule):
             if any(type(mark) is not int or mark not in (0, 1) for mark in value):
                 return f"is {format_value(value)}; a list must contain 0 or 1 for each layer"
             if type(num_layers) is int and len(value) != num_layers:
-                return f"has {len(value)} entries; num_layers is {num_layers}"
+                return f"has {len(value)} {'entry' if len(value) == 1 else 'entries'}; num_layers is {num_layers}"
         elif type(value) is not int or value < 1:
             return f"is {quote_value(value)}; it must be a whole number of layers, or a list of 0 or 1 for each"
         elif self.divides and type(num_layers) is int and num_layers % value:

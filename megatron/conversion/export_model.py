@@ -42,7 +42,7 @@ from megatron.reports.records import RESULTS_FILE, Record, read_records
 from megatron.reports.table_formats import render_comparison_markdown
 from megatron.utils.atomic_directory import atomic_directory, describe_write_errors
 from megatron.utils.errors import RunError, describe_cause
-from megatron.utils.formatting import format_count
+from megatron.utils.formatting import format_count, format_quantity
 
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
@@ -338,7 +338,8 @@ def _render_plot(tables: Sequence[ComparisonTable]) -> bytes:
 
 def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str]]:
     model, training, trainer_state = run.config.model, run.config.training, run.trainer_state
-    architecture = f"{model.num_layers} layers, width {model.hidden_size:,}, {model.num_attention_heads} heads"
+    heads = format_quantity(model.num_attention_heads, "head")
+    architecture = f"{format_quantity(model.num_layers, 'layer')}, width {model.hidden_size:,}, {heads}"
     position = run.config.position
     options = {
         "encoding options": position.pos_emb_options,

@@ -35,6 +35,7 @@ from megatron.data.stage_order import StageOrder
 from megatron.data.tasks.task_config import read_task_config
 from megatron.options.data import SPLITS, DataOptions, Split
 from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.formatting import format_quantity
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -332,11 +333,13 @@ def check_dataset_slice(dataset_slice: DatasetSlice, split: Split, seq_length: i
     key, dataset, num_tokens = dataset_slice.key, dataset_slice.dataset, dataset_slice.num_tokens()
     name = f"{key}: the {split} split of {dataset.prefix}" if key == "data_path" else f"{key}: {dataset.prefix}"
     if num_tokens == 0:
-        total = f" ({len(dataset.lengths)} documents in total)" if key == "data_path" else ""
+        total = f" ({format_quantity(len(dataset.lengths), 'document')} in total)" if key == "data_path" else ""
         raise UserError(f"{name} has no tokens{total}", key)
     if num_tokens < seq_length + 1:
         raise UserError(
-            f"{name} has {num_tokens} tokens; one sample of seq_length {seq_length} needs {seq_length + 1}", key
+            f"{name} has {format_quantity(num_tokens, 'token')}; one sample of seq_length {seq_length:,} needs "
+            f"{seq_length + 1:,}",
+            key,
         )
     check_token_range(name, dataset.find_token_range(), dataset.tokens.dtype, vocabulary)
 

@@ -351,6 +351,7 @@ def describe_output_folder(request: EvalRequest) -> str:
     if request.folder is None:
         return "results will not be saved; use --output FOLDER to save them"
     line = f"results will be saved in {request.folder}"
-    if request.saved_records:
-        line += f"; the {len(request.saved_records)} records there are kept, except those measured again"
+    if (count := len(request.saved_records)) > 0:
+        kept = "records there are kept, except those" if count > 1 else "record there is kept, unless it is"
+        line += f"; the {count} {kept} measured again"
     return line

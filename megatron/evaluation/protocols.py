@@ -55,7 +55,7 @@ import numpy as np
 from megatron.evaluation.eval_target import choose_lengths, count_flops_by_length
 from megatron.options.evaluation import PROBE_PROTOCOLS, EvaluationOptions, Protocol
 from megatron.utils.errors import UserError
-from megatron.utils.formatting import format_choices
+from megatron.utils.formatting import format_choices, format_quantity
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT
@@ -191,8 +191,8 @@ def build_scoring_plan(
     # One token more than the window, because the successor of the last input is a target too.
     if stream_length < lengths[-1] + 1:
         raise UserError(
-            f"the text to score has {stream_length:,} tokens, too few for the largest length; {lengths[-1]:,} needs "
-            f"{lengths[-1] + 1:,}; use shorter lengths or more text"
+            f"the text to score has {format_quantity(stream_length, 'token')}, too few for the largest length; "
+            f"{lengths[-1]:,} needs {lengths[-1] + 1:,}; use shorter lengths or more text"
         )
     if protocol == "last":
         return _plan_last(stream_length, lengths, tuple(sorted(set(targets))), windows)
@@ -266,9 +266,9 @@ def _check_windows(
 ) -> None:
     if windows is not None and windows > max_windows:
         raise UserError(
-            f"num_windows is {windows}, but the text to score has {stream_length:,} tokens, enough for {max_windows} "
-            f"windows of {targets} targets at length {lengths[-1]:,}; use fewer windows, fewer targets, or shorter "
-            "lengths"
+            f"num_windows is {windows}, but the text to score has {format_quantity(stream_length, 'token')}, enough "
+            f"for {format_quantity(max_windows, 'window')} of {format_quantity(targets, 'target')} at length "
+            f"{lengths[-1]:,}; use fewer windows, fewer targets, or shorter lengths"
         )
 
 
@@ -296,8 +296,8 @@ def _plan_span(
         )
     if windows is not None and windows > max_blocks * per_block:
         raise UserError(
-            f"num_windows is {windows}, but the text to score has {stream_length:,} tokens, enough for "
-            f"{max_blocks * per_block} windows of {lengths[-1]:,}"
+            f"num_windows is {windows}, but the text to score has {format_quantity(stream_length, 'token')}, enough "
+            f"for {format_quantity(max_blocks * per_block, 'window')} of {lengths[-1]:,}"
         )
     if windows is not None and windows % per_block:
         raise UserError(

@@ -240,8 +240,8 @@ def submit_job(job: SlurmJob) -> str:
 
 def describe_submission(job: SlurmJob, job_id: str) -> list[str]:
     """Return lines about a submitted job: its script and log, and how to follow and stop it."""
-    task = f"{job.nodes} nodes × {job.tasks} processes" if job.nodes > 1 else f"{job.tasks} processes on a node"
-    size = task if job.tasks > 1 or job.nodes > 1 else "1 process"
+    processes = f"{job.tasks} process{'es' * (job.tasks > 1)}"
+    size = f"{job.nodes} nodes × {processes}" if job.nodes > 1 else processes + " on a node" * (job.tasks > 1)
     folder = shlex.quote(str(job.folder))
     log = f"{folder}/slurm-{job_id}_*.out" if job.array is not None else f"{folder}/slurm-{job_id}.out"
     return [

@@ -36,6 +36,7 @@ from megatron.options.launch import LaunchOptions
 from megatron.training.resolve_run import resolve_run
 from megatron.utils.atomic_directory import temporary_folder
 from megatron.utils.errors import FarfieldError, RunError, UserError
+from megatron.utils.formatting import format_quantity
 from megatron.utils.project import PACKAGES_FOLDER
 from megatron.utils.signals import exit_with_parent
 
@@ -96,7 +97,9 @@ def read_hostfile(launch: LaunchOptions) -> list[Host]:
             raise UserError(f"{launch.hostfile}:{number}: {match[1]} is listed twice; give all its slots on one line")
         hosts.append(Host(match[1], int(match[2])))
     if len(hosts) < (launch.nodes or 1):
-        raise UserError(f"nodes is {launch.nodes or 1}, but {launch.hostfile} has {len(hosts)} hosts")
+        raise UserError(
+            f"nodes is {launch.nodes or 1}, but {launch.hostfile} has {format_quantity(len(hosts), 'host')}"
+        )
     hosts = hosts[: launch.nodes]
     if launch.num_gpus is None:
         return hosts

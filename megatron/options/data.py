@@ -267,7 +267,8 @@ def find_data_conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
         if weights and len(weights) != len(files):
             yield (
                 f"{split}_data_weights",
-                f"{split}_data_weights has {len(weights)} values for {len(files)} paths in {split}_data_paths",
+                f"{split}_data_weights has {len(weights)} value{'s' * (len(weights) != 1)} for {len(files)} "
+                f"path{'s' * (len(files) != 1)} in {split}_data_paths",
             )
         if weights and data.weight_by_num_documents:
             yield (

@@ -283,10 +283,11 @@ def _find_pattern_conflicts(model: ModelOptions, position: PositionOptions) -> I
     for key, values in position.list_patterns().items():
         layers, length = model.num_layers, len(values)
         if layers % length:
+            nearest = _find_nearest_divisor(layers, length)
             yield (
                 key,
                 f"{key} is a pattern of {length} layers, which does not divide num_layers {layers}; use a pattern of "
-                f"{_find_nearest_divisor(layers, length)} layers, or a value for each layer",
+                f"{nearest} layer{'s' * (nearest > 1)}, or a value for each layer",
             )
 
 

@@ -9,7 +9,7 @@ from megatron.planning.memory_estimate import RESERVED_FRACTION
 from megatron.planning.parallel_layouts import ParallelLayout
 from megatron.planning.plan import Plan, StepTimeRange
 from megatron.utils.console import print_table
-from megatron.utils.formatting import format_count, format_flops
+from megatron.utils.formatting import format_count, format_flops, format_quantity
 
 GIB = 2**30
 
@@ -105,11 +105,12 @@ def _print_summary(plan: Plan, console: Console) -> None:
     num_nodes = -(-cluster.num_gpus // cluster.gpus_per_node)
     network_text = f" on {num_nodes} nodes with {cluster.network_gb_per_s:g} GB/s each" if num_nodes > 1 else ""
     console.print(
-        f"{format_count(plan.num_parameters)} parameters in {training.compute_dtype}; {training.train_iters:,} steps "
-        f"of {global_batch_size:,} × {model.seq_length:,} tokens: {format_count(num_tokens)} tokens, "
+        f"{format_count(plan.num_parameters)} parameters in {training.compute_dtype}; "
+        f"{format_quantity(training.train_iters, 'step')} of {global_batch_size:,} × {model.seq_length:,} tokens: "
+        f"{format_count(num_tokens)} tokens, "
         f"{format_flops(num_tokens * plan.flops_per_token)}\n"
-        f"{cluster.num_gpus} GPUs of {cluster.gpu.gib:.1f} GiB and {peak_tflops:g} TFLOP/s{network_text}; assumed "
-        f"compute efficiency {cluster.mfu:.0%} (--mfu)",
+        f"{format_quantity(cluster.num_gpus, 'GPU')} of {cluster.gpu.gib:.1f} GiB and {peak_tflops:g} TFLOP/s"
+        f"{network_text}; assumed compute efficiency {cluster.mfu:.0%} (--mfu)",
         highlight=False,
     )
 

@@ -133,7 +133,9 @@ class RotaryScaling:
             raise ValueError(f"scaling {self.kind} needs at least two rotated pairs of dimensions")
         for name in ("short_factor", "long_factor"):
             if (factors := getattr(self, name)) is not None and len(factors) != half:
-                raise OptionError(name, f"has {len(factors)} numbers; expected {half}, one per rotated pair")
+                raise OptionError(
+                    name, f"has {len(factors)} number{'s' * (len(factors) != 1)}; expected {half}, one per rotated pair"
+                )
         if self.kind in ("p_rope", "hope") and not self._count_kept_pairs(half, base):
             name = "share" if self.kind == "p_rope" else "original_length"
             raise OptionError(name, f"is {getattr(self, name)}; none of {half} pairs would rotate; use pos_emb none")

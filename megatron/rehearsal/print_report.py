@@ -12,6 +12,7 @@ from megatron.utils.formatting import (
     format_bytes,
     format_count,
     format_duration,
+    format_quantity,
     format_ranks,
 )
 
@@ -158,7 +159,7 @@ def _print_machine(report: RehearsalReport, console: Console) -> None:
         text = (
             f"[bold]disk[/]  checkpoint of {format_bytes(disk['checkpoint'])} (weights "
             f"{format_bytes(disk['weights'])}, states {format_bytes(disk['states'])}); the run needs "
-            f"{format_bytes(disk['needed'])}: {disk['kept']} checkpoints plus the one being written"
+            f"{format_bytes(disk['needed'])}: {format_quantity(disk['kept'], 'checkpoint')} plus the one being written"
         )
         if "free" in disk:
             lacks = "  [red]too little[/]" if disk["free"] < disk["needed"] else ""

@@ -20,6 +20,7 @@ from megatron.sweeps.remaining_work import (
 from megatron.sweeps.spec import SweepMember
 from megatron.training.metrics_log import METRICS_FILE, read_last_step, read_metrics_log
 from megatron.utils.errors import FarfieldError, RunError, UserError
+from megatron.utils.formatting import format_quantity
 from megatron.utils.progress import WorkItem
 from megatron.utils.project import COMMAND
 from megatron.utils.signals import get_parent_variable
@@ -74,7 +75,7 @@ def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> Non
     done, steps, job = work.finished_steps, member.resolved_config.training.train_iters, work.training
     if done >= steps and not lacks_test_record(member):
         meter.skip(job)
-        meter.log(f"{member.name}: already trained: {done} steps in {member.folder}")
+        meter.log(f"{member.name}: already trained: {format_quantity(done, 'step')} in {member.folder}")
         return
     if done:
         plan = f"resuming after step {done} of {steps}" if done < steps else "trained; running the missing test"

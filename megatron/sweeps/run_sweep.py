@@ -73,7 +73,7 @@ from megatron.sweeps.worker_pool import run_members
 from megatron.utils.atomic_io import make_folder
 from megatron.utils.console import log_traceback, run_console
 from megatron.utils.errors import FarfieldError, RunError, UserError
-from megatron.utils.formatting import format_duration
+from megatron.utils.formatting import format_duration, format_quantity
 from megatron.utils.progress import ProgressMeter, WaitAnnouncer, WorkItem
 from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 
@@ -116,7 +116,9 @@ def run_sweep(
     """
     sweep = read_sweep(files, overrides, search)
     if member is not None and member >= len(sweep.members):
-        raise UserError(f"--run-index is {member}, but the sweep has {len(sweep.members)} runs, counted from 0")
+        raise UserError(
+            f"--run-index is {member}, but the sweep has {format_quantity(len(sweep.members), 'run')}, counted from 0"
+        )
     array = _build_array_job(sweep, files, [*overrides, *(["--retry-failed"] if retry_failed else [])], search)
     if dry_run:
         if array is None:
@@ -211,8 +213,8 @@ def _run_members(
         indices = [i for i in indices if i not in waiting]
         if waiting:
             log(
-                f"{len(waiting)} runs branch from checkpoints that do not exist yet; run the same command again "
-                "once they do"
+                f"{format_quantity(len(waiting), 'run')} branch{'es' * (len(waiting) == 1)} from checkpoints that do "
+                "not exist yet; run the same command again once they do"
             )
         if not indices:
             return []
@@ -262,7 +264,9 @@ def _run_members(
         raise RunError(_describe_failures(failures, results.num_diverged, len(works)))
     if results.unsaved:
         reason = next(iter(results.unsaved.values()))
-        raise RunError(f"results of {len(results.unsaved)} runs could not be saved: {reason}; {RESUME_HINT}")
+        raise RunError(
+            f"results of {format_quantity(len(results.unsaved), 'run')} could not be saved: {reason}; {RESUME_HINT}"
+        )
     return records
 
 

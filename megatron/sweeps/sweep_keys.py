@@ -27,7 +27,7 @@ from megatron.options.sweep import (
 from megatron.options.training import MAX_SEED
 from megatron.reports.metrics import METRICS
 from megatron.utils.errors import UserError, shorten_text
-from megatron.utils.formatting import format_choices, suggest_names
+from megatron.utils.formatting import format_choices, format_quantity, suggest_names
 
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 """Pattern of variant names, which are also folder names."""
@@ -249,8 +249,8 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
                 yield f"{location}: {published.source}: {name!r} is not a variant of this sweep; {near}"
             if len(values) != len(published.lengths):
                 yield (
-                    f"{location}: {published.source}: {name} has {len(values)} values for {len(published.lengths)} "
-                    "lengths; use null for missing values"
+                    f"{location}: {published.source}: {name} has {format_quantity(len(values), 'value')} for "
+                    f"{format_quantity(len(published.lengths), 'length')}; use null for missing values"
                 )
     if len(set(options.seeds)) < len(options.seeds):
         yield f"{locate(('sweep', 'seeds'))}: sweep.seeds repeats a seed: {', '.join(map(str, options.seeds))}"

@@ -46,6 +46,7 @@ from megatron.training.reporters import check_reporters
 from megatron.training.schedule import describe_late_warmup
 from megatron.utils.atomic_io import check_no_file_in_path, check_writable
 from megatron.utils.errors import FarfieldError, UserError
+from megatron.utils.formatting import format_quantity
 
 if TYPE_CHECKING:
     from megatron.model.gpt import GPT
@@ -75,15 +76,17 @@ def resolve_data(config: Config) -> tuple[Config, tuple[str, ...]]:
     steps = count_steps(config, sum(max(0, int(size * epochs) - 1) // block for size in sizes) * block)
     if steps < 1:
         raise UserError(
-            f"train_epochs {epochs:g}: the training text has {sum(sizes):,} tokens, less than one step",
+            f"train_epochs {epochs:g}: the training text has {format_quantity(sum(sizes), 'token')}, "
+            "less than one step",
             "train_epochs",
         )
     if training.train_iters and training.train_iters != steps and config.checkpoint.load is None:
         raise UserError(
-            f"train_iters is {training.train_iters}, but train_epochs {epochs:g} gives {steps} steps; set only one",
+            f"train_iters is {training.train_iters}, but train_epochs {epochs:g} gives "
+            f"{format_quantity(steps, 'step')}; set only one",
             "train_iters",
         )
-    notes.append(f"train_epochs {epochs:g}: {sum(sizes):,} tokens of text give {steps:,} steps{reads}")
+    notes.append(f"train_epochs {epochs:g}: {sum(sizes):,} tokens of text give {format_quantity(steps, 'step')}{reads}")
     if not training.train_iters:
         config = config.replace(train_iters=steps)
         notes += describe_late_warmup(build_stages(config))

@@ -19,6 +19,7 @@ from megatron.config.schema import Config
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
 from megatron.training.metrics import sum_over_batch
+from megatron.utils.formatting import format_quantity
 
 MAX_ROLLBACKS = 3
 """Number of rollbacks after which the run ends. The count restarts once a good step follows a new checkpoint."""
@@ -169,7 +170,9 @@ class LossGuard:
         if self.bad_steps < limit:
             return ContinueRun(f"step {step} skipped: {reason} ({self.bad_steps} in a row, stop at {limit})")
         key = "on_bad_loss" if training.on_bad_loss == "stop" else "max_bad_steps"
-        return self._roll_back_or_stop(step, samples, f"{reason}, for {self.bad_steps} steps in a row ({key})")
+        return self._roll_back_or_stop(
+            step, samples, f"{reason}, for {format_quantity(self.bad_steps, 'step')} in a row ({key})"
+        )
 
     def _roll_back_or_stop(self, step: int, samples: int, reason: str) -> Rollback | StopRun:
         """Roll back to the newest checkpoint, or to an older one if that failed; stop after `MAX_ROLLBACKS`."""

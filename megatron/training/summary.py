@@ -147,8 +147,8 @@ def describe_layout(config: Config, sizes: ParallelSizes) -> list[str]:
         ]
         uneven = f"; layers per stage {', '.join(map(str, layers))}" if len(set(layers)) > 1 else ""
         lines.append(
-            f"pipeline: {stages} stages, {steps} micro-batches: a stage waits {compute_bubble(stages, steps):.0%} of "
-            f"a step{uneven}"
+            f"pipeline: {stages} stages, {steps} micro-batch{'es' * (steps > 1)}: a stage waits "
+            f"{compute_bubble(stages, steps):.0%} of a step{uneven}"
         )
     return lines
 

@@ -68,7 +68,7 @@ def test_a_submitted_run_survives_two_preemptions(slurm: Slurm, whole: tuple[Pat
     assert sorted(folder.iterdir()) == before
     output = slurm.deepy("train", "run.yml", *keys, cwd=folder)
     assert (run / "job.sbatch").read_text().splitlines()[2:] == script.splitlines()[2:]  # without the command line
-    job = re.match(r"submitted SLURM job (\d+): 2 nodes × 1 processes; script job/job.sbatch\n", output)[1]  # type: ignore[index]
+    job = re.match(r"submitted SLURM job (\d+): 2 nodes × 1 process; script job/job.sbatch\n", output)[1]  # type: ignore[index]
     assert f"tail -f job/slurm-{job}.out; stop: scancel {job}" in output
 
     # As with --signal near the time limit: only the ranks get the signal; they save, and the script requeues its job.

@@ -65,7 +65,7 @@ def test_a_stage_can_set_its_batch_size() -> None:
         ("[{until: 9}, {seq_len: 32}]", "command line, stage 2: unknown key 'seq_len'; did you mean seq_length?"),
         ("[{until: 9}, {lr: fast}]", "stage 2: optimizer.params.lr is 'fast'; it must be a number"),
         ("[{until: 9}, {min_lr: 3}]", "stage 2: min_lr 3.0 is greater than optimizer.params.lr"),
-        ("[{until: 9}, {train_data_weights: [1]}]", "stage 2: train_data_weights has 1 values for 2 paths"),
+        ("[{until: 9}, {train_data_weights: [1]}]", "stage 2: train_data_weights has 1 value for 2 paths"),
         ("[{until: 9}, {seq_length: 24}]", "seq_length 16 does not divide 24, the longest of the stages"),
         ("[{until: 9}, {seq_length: 1024}]", "stage 2: seq_length 1024: a batch of 32 × 16 = 512 tokens is not a"),
         ("[{until: 9}, {lr_decay_style: infinite}]", "stage 2: lr_decay_style infinite needs constant_lr"),

@@ -44,7 +44,7 @@ def problem(*overrides: str) -> str:
         (["data_path=a", "train_data_paths=[b]"], "train_data_paths and data_path exclude each other"),
         (["data_path=a", "test_data_paths=[b]"], "test_data_paths and data_path exclude each other"),
         (["train_data_paths=[a, b, a]"], "names a more than once"),
-        (["train_data_paths=[a, b]", "train_data_weights=[1]"], "1 values for 2 paths"),
+        (["train_data_paths=[a, b]", "train_data_weights=[1]"], "1 value for 2 paths"),
         (["valid_data_paths=[a, b]", "valid_data_weights=[1, -1]"], "each must be greater than 0"),
         (["valid_data_paths=[a]", "valid_data_weights=[0]"], "each must be greater than 0"),
         (["train_data_paths=[a, b]", "train_data_weights=[1, 0]"], "[1.0, 0.0]; each must be greater than 0"),

@@ -215,7 +215,7 @@ REFUSED = {
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rotary scaling linear is not supported"),
         ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4}}, "short_factor is missing"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
-         "short_factor of rotary has 1 numbers; expected 4"),
+         "short_factor of rotary has 1 number; expected 4"),
     ],
 }  # fmt: skip
 

@@ -121,6 +121,7 @@ def test_nonoverlapping_windows_match_the_largest_length() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"stream_length": 1, "lengths": [64]}, "has 1 token, too few"),
         ({"stream_length": 2048, "lengths": [64, 2048]}, r"has 2,048 tokens, too few .* 2,048 needs 2,049"),
         ({"stream_length": 999, "lengths": []}, "give at least one"),
         ({"stream_length": 999, "lengths": [0]}, "0 is not valid"),

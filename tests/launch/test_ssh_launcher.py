@@ -83,7 +83,7 @@ def test_hostfiles_have_deepspeeds_format(place: Path) -> None:
         ("-oProxyCommand=x slots=2\n", [], r"^hosts:1: .* is invalid"),  # would be an option of ssh
         ("node1 slots=2\nnode1 slots=2\n", [], r"^hosts:2: node1 is listed twice"),
         ("# nobody\n", [], r"^nodes is 1, but hosts has 0 hosts$"),
-        ("node1 slots=2\n", ["nodes=2"], r"^nodes is 2, but hosts has 1 hosts$"),
+        ("node1 slots=2\n", ["nodes=2"], r"^nodes is 2, but hosts has 1 host$"),
         ("node1 slots=2\n", ["num_gpus=4"], r"^num_gpus is 4, but node1 has slots=2 in hosts$"),
     ],
 )

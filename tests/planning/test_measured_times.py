@@ -61,7 +61,9 @@ def test_a_plan_prints_the_range_and_its_source(capsys: pytest.CaptureFixture[st
     layout = make_plan(config, 50257, Cluster(get_gpu_spec("h200"), 1)).to_dict(1)["layouts"][0]
     assert layout["seconds_as_measured"]["low"] > layout["seconds"]["total"]
     print_plan(make_plan(configure("350M", "none", 32), 50257, ONE_GPU), console, 3)
-    assert "measurements" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "measurements" not in output
+    assert re.search(r"^1 GPU of \d", output, re.MULTILINE)
     planned = plan_model(configure("350M", "talking_heads"))
     assert estimate_measured_range(planned, ParallelSizes(), 50257, ONE_GPU) is None
 

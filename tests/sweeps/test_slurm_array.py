@@ -82,7 +82,7 @@ def test_branches_are_submitted_after_their_checkpoint_exists(sbatch: None, trai
     trunk, *_ = read_sweep(["sweep.yml"]).members
     (trainer.save(trunk.resolved_config, trunk.folder, 3) / DEEPSPEED_FOLDER).mkdir()  # optimizer states
     _, output = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
-    assert "1 runs branch" in output
+    assert "1 run branches from" in output
     assert "#SBATCH --array=0-1\n" in Path("out/job.sbatch").read_text()
 
 

@@ -171,14 +171,14 @@ def test_frequent_words(length: int, options: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [
-        ("niah_multiquery", {"num_needle_k": 2}, "num_needle_q is 4, but 2 keys have needles"),
-        ("niah_multikey", {"keys": 3}, "num_needle_k is 4, but there are 3 keys"),
+        ("niah_multiquery", {"num_needle_k": 2}, "num_needle_q is 4, but num_needle_k is 2"),
+        ("niah_multikey", {"keys": 3}, "num_needle_k is 4, but keys is 3"),
         ("niah_multivalue", {"values": 3}, "4 needles need that many values, but there are 3"),
         ("niah_single", {"haystack": "essay"}, "task_options.haystack is 'essay'"),
         ("variable_tracking", {"variables": 5}, "6 assignments need that many variables, but there are 5"),
-        ("variable_tracking", {"values": 1}, "num_chains is 2, but there are 1 values"),
+        ("variable_tracking", {"values": 1}, "num_chains is 2, but values is 1"),
         ("common_words", {"freq_cw": 3, "freq_ucw": 3}, "freq_ucw is 3; it must be less than freq_cw, 3"),
-        ("common_words", {"vocabulary": 2}, "num_cw is 3, but there are 2 words"),
+        ("common_words", {"vocabulary": 2}, "num_cw is 3, but vocabulary is 2"),
         ("frequent_words", {"num_words": 64}, "num_words is 64; it must be less than the vocabulary, 64"),
     ],
 )

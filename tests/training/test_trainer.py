@@ -196,7 +196,7 @@ def test_gradients_that_are_not_finite_count_as_bad(corpus: Path, monkeypatch: p
         return loss
 
     monkeypatch.setattr(Engine, "forward_backward", accumulate)
-    with pytest.raises(RunError, match=r"^step 1: its gradients are not finite, for 1 steps .*no checkpoint was saved"):
+    with pytest.raises(RunError, match=r"^step 1: its gradients are not finite, for 1 step .*no checkpoint was saved"):
         train(tiny_config(corpus, max_bad_steps=1))
 
 

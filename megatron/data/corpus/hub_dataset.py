@@ -33,7 +33,7 @@ import zstandard
 
 from megatron.utils.atomic_io import parse_json, write_bytes_atomically
 from megatron.utils.errors import RunError, UserError, check_reachable, describe_cause
-from megatron.utils.formatting import format_choices
+from megatron.utils.formatting import format_choices, format_quantity
 from megatron.utils.imports import require_package
 
 HUB_PREFIX = "hf:"
@@ -111,8 +111,8 @@ class HubDataset:
                 return
             except Exception as error:  # any exception from the library or the network
                 raise UnfinishedError(
-                    f"{self.source}: stopped after {shards.documents:,} documents: {type(error).__name__}: "
-                    f"{describe_cause(error)}; run the same command to resume"
+                    f"{self.source}: stopped after {format_quantity(shards.documents, 'document')}: "
+                    f"{type(error).__name__}: {describe_cause(error)}; run the same command to resume"
                 ) from error
             text = _read_text(row, column, f"{self.source}, row {shards.documents + 1}")
             if shards.add(text):

@@ -46,9 +46,9 @@ class NeedleTask(RulerTask):
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
         if self.num_needle_q > self.num_needle_k:
-            raise ValueError(f"num_needle_q is {self.num_needle_q}, but {self.num_needle_k} keys have needles")
+            raise ValueError(f"num_needle_q is {self.num_needle_q}, but num_needle_k is {self.num_needle_k}")
         if self.num_needle_k > self.keys:
-            raise ValueError(f"num_needle_k is {self.num_needle_k}, but there are {self.keys} keys")
+            raise ValueError(f"num_needle_k is {self.num_needle_k}, but keys is {self.keys}")
         if self.num_needles > self.values:
             raise ValueError(f"{self.num_needles} needles need that many values, but there are {self.values}")
         return self

@@ -53,6 +53,7 @@ from megatron.reports.html_page import (
     render_template,
 )
 from megatron.utils.atomic_io import FolderLock, write_page_atomically, write_text_atomically
+from megatron.utils.formatting import format_quantity
 from megatron.utils.progress import IMPORTING, ProgressMeter, WaitAnnouncer, WorkItem
 
 if TYPE_CHECKING:
@@ -335,7 +336,7 @@ def _build_model_table(jobs: Sequence[AnalysisJob]) -> Table:
     rows = []
     for job in jobs:
         model = job.config.model
-        shape = f"{model.num_layers} × {model.hidden_size}, {model.num_attention_heads} heads"
+        shape = f"{model.num_layers} × {model.hidden_size}, {format_quantity(model.num_attention_heads, 'head')}"
         cells = [job.name, shape, f"{model.seq_length:,}"]
         if isinstance(job, RunJob):
             rows.append([*cells, f"{job.run.trainer_state.step:,}", f"run {job.run.name}, {job.run.checkpoint.name}"])

@@ -33,7 +33,7 @@ class CommonWords(RulerTask):
         if self.freq_ucw >= self.freq_cw:
             raise ValueError(f"freq_ucw is {self.freq_ucw}; it must be less than freq_cw, {self.freq_cw}")
         if self.num_cw > self.vocabulary:
-            raise ValueError(f"num_cw is {self.num_cw}, but there are {self.vocabulary} words")
+            raise ValueError(f"num_cw is {self.num_cw}, but vocabulary is {self.vocabulary}")
         return self
 
     @property

@@ -38,7 +38,7 @@ class VariableTracking(RulerTask):
                 f"{self.num_statements} assignments need that many variables, but there are {self.variables}"
             )
         if self.num_chains > self.values:
-            raise ValueError(f"num_chains is {self.num_chains}, but there are {self.values} values")
+            raise ValueError(f"num_chains is {self.num_chains}, but values is {self.values}")
         return self
 
     @property
