@@ -110,7 +110,8 @@ def compute_truth(inputs: ChunkInputs, dlogits: Tensor, shape: Shape) -> dict[st
     seen = find_seen(shape)
     heads, width, columns = shape.heads, shape.width, shape.columns
     taps, padding = shape.taps, shape.padding
-    slices = inputs.operands.padded_sizes[1] // (16 if taps > 3 else 32)
+    padded_width = inputs.operands.padded_sizes[1]
+    slices = padded_width // (16 if taps > 3 or padded_width > 32 else 32)
     hidden_columns = columns + padding
     scores, hidden, alive, at_edge, distance = begin_hidden(inputs, shape)
     scores = scores.float().half().double()

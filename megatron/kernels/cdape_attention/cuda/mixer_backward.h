@@ -33,10 +33,12 @@ struct MixerBackward {
   typedef GateSums<G> Sums;
   static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS, BLOCKS_PER_SM = 8 / G::WARPS;
   static constexpr float SLOPE = 0.01f;
-  // Registers hold the weights of a slice of the width: 32 widths; 16 with more than three taps; 8 with seven taps if
-  // they also hold gradients of the weights. The slices' contributions to dS are summed. Each slice has its own
+  // Registers hold the weights of a slice of the width: 32 widths; 16 with more than three taps, or for dS of more than
+  // 32 widths; 8 with seven taps if they also hold gradients of the weights. The slices' contributions to dS are summed. Each slice has its own
   // gradients of weights, computed by its own blocks.
-  static constexpr int N_TILES = PADDING > 2 && WEIGHTS ? 1 : PADDING > 1 ? 2 : 4, SLICES = G::WIDTH / (8 * N_TILES);
+  static constexpr bool HAS_NARROW_SLICES = PADDING > 1 || (SCORES && G::WIDTH > 32);
+  static constexpr int N_TILES = PADDING > 2 && WEIGHTS ? 1 : HAS_NARROW_SLICES ? 2 : 4;
+  static constexpr int SLICES = G::WIDTH / (8 * N_TILES);
   // Hidden values are computed in steps of 16 widths. A slice of 8 widths uses half of a step.
   static constexpr int STEPS = (N_TILES + 1) / 2, STEP_TILES = N_TILES > 1 ? 2 : 1;
   // A block that computes the gradients of the weights reads the terms of its own widths alone.
