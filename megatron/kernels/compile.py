@@ -34,6 +34,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from megatron.kernels.cuda.compile import CudaKernel
 from megatron.kernels.runtime import is_interpreted, list_compiled_kernels
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
@@ -124,9 +125,9 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class PassKernel:
-    """Kernel of a forward and backward pass."""
+    """Kernel of a forward and backward pass, in Triton or in CUDA C++."""
 
-    config: KernelConfig
+    config: KernelConfig | CudaKernel
     scores: float
     """Scores that a program computes: per loop iteration if `has_loop`, otherwise in total."""
     has_loop: bool
@@ -189,7 +190,7 @@ def build_signature(
 def measure_resources(config: KernelConfig, arch: int) -> KernelResources:
     """Compile a kernel with `compile_kernel` and return its resource usage."""
     code = compile_kernel(config, arch)
-    reads = len(find_uninitialized_reads(disassemble(code)))
+    reads = len(find_uninitialized_reads(disassemble(code.asm["cubin"])))
     return KernelResources(code.metadata.shared, **_assemble_ptx(code.asm["ptx"], arch), uninitialized_reads=reads)
 
 
@@ -252,10 +253,10 @@ def _assemble_ptx(ptx: str, arch: int) -> dict[str, int]:
     return {name: max(numbers) for name, numbers in counts.items()}
 
 
-def disassemble(code: Any) -> str:
+def disassemble(cubin: bytes) -> str:
     """Return the machine instructions of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code.asm["cubin"])
+        file.write(cubin)
         file.flush()
         command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -271,7 +272,7 @@ def list_miscompiled_kernels() -> list[str]:
         subprocess.CalledProcessError: if the disassembler cannot read a program.
     """
     programs = [code for code in list_compiled_kernels() if code.metadata.target.arch >= FIRST_WITH_WARP_GROUPS]
-    wrong = [code.metadata.name for code in programs if find_uninitialized_reads(disassemble(code))]
+    wrong = [code.metadata.name for code in programs if find_uninitialized_reads(disassemble(code.asm["cubin"]))]
     return list(dict.fromkeys(wrong))
 
 

@@ -356,7 +356,7 @@ class Launcher:
             return make
 
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("build_group_table", "build_bias", "build_fragments", "build_table"):
+            for name in ("build_group_table", "build_bias", "build_fragments"):
                 patch.setattr(mixer_operands, name, registered(getattr(mixer_operands, name)))
             patch.setattr(mixer_operands.F, "pad", registered(mixer_operands.F.pad))
             patch.setattr(torch, "zeros", registered(torch.zeros))

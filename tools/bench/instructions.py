@@ -11,11 +11,12 @@ the edges have separate code, the code of the other tiles is counted, which are 
 kernel whose programs compute several products, the loops of all are counted.
 
 Two other units are counted next to the issue of instructions, in the same clocks. The load/store unit passes 128 bytes
-per clock; equal addresses in a warp are counted separately, and bank conflicts are not counted. The tensor cores do
+per clock; equal addresses in a warp are counted separately, and bank conflicts are not counted. A transpose of 8 × 8
+numbers in registers counts as 128 bytes. The tensor cores do
 2,048 (sm_80) or 4,096 (sm_90) half-precision operations per clock (NVIDIA A100 and H100 whitepapers).
 
 `kernels/OP/aot_configs.py` lists the kernels of a step (`list_passes(arch) -> dict[str, list[PassKernel]]`: the op's
-forward and backward pass, by what it computes).
+forward and backward pass, by what it computes). CUDA C++ kernels need NVRTC, which torch's CUDA wheels include.
 """
 
 import argparse
@@ -35,6 +36,8 @@ sys.path.insert(0, str(ROOT))
 import triton  # noqa: E402
 
 from megatron.kernels.compile import SHARED_LIMIT, PassKernel, compile_kernel, disassemble  # noqa: E402
+from megatron.kernels.cuda.compile import CudaKernel  # noqa: E402
+from megatron.kernels.cuda.compile import compile_kernel as compile_cuda_kernel  # noqa: E402
 
 GLOBAL_LOAD = re.compile(r"\bLDG(?:STS)?\.E(?:\.(?!U?\d+\b)\w+)*(?:\.U?(\d+))?")
 SPILL = re.compile(r"\b(?:LDL|STL)\b")
@@ -48,7 +51,7 @@ MATRIX_SIZE = re.compile(r"\bHMMA\.(\d\d)(\d)(\d+)\b|\bHGMMA\.(\d+)x(\d+)x(\d+)"
 """Rows, columns and depth of a product: HMMA.16816 or HGMMA.64x64x16."""
 TENSOR_OPERATIONS = {80: 2048, 90: 4096}
 """Half-precision operations of a multiprocessor's tensor cores per clock."""
-MEMORY_ACCESS = re.compile(r"^(?:@!?U?P\w+ )?(LDS|STS|LDG|STG|LDGSTS|LDL|STL|LDSM|STSM|ATOM\w*|RED)\b(\S*)")
+MEMORY_ACCESS = re.compile(r"^(?:@!?U?P\w+ )?(LDS|STS|LDG|STG|LDGSTS|LDL|STL|LDSM|STSM|MOVM|ATOM\w*|RED)\b(\S*)")
 BARRIER = re.compile(r"\bBAR\.")
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_[\w.]+)\)")
 
@@ -223,16 +226,21 @@ class KernelCounts:
 
 def count_kernel(kernel: PassKernel, arch: int) -> KernelCounts:
     """Compile a kernel and count its instructions."""
-    code = compile_kernel(kernel.config, arch)
-    chosen = select_instructions(disassemble(code), has_loop=kernel.has_loop, num_loops=kernel.loops)
-    per_score = kernel.config.options["num_warps"] / kernel.scores
+    if isinstance(kernel.config, CudaKernel):
+        cubin, _ = compile_cuda_kernel(kernel.config, arch)
+        num_warps, shared_bytes = kernel.config.num_threads // 32, kernel.config.shared_bytes
+    else:
+        code = compile_kernel(kernel.config, arch)
+        cubin, num_warps, shared_bytes = code.asm["cubin"], kernel.config.options["num_warps"], code.metadata.shared
+    chosen = select_instructions(disassemble(cubin), has_loop=kernel.has_loop, num_loops=kernel.loops)
+    per_score = num_warps / kernel.scores
     return KernelCounts(
         clocks=len(chosen) * per_score / SCHEDULERS,
         memory_clocks=count_memory_clocks(chosen) * per_score,
         tensor_clocks=count_operations(chosen) * per_score / TENSOR_OPERATIONS[arch],
         barriers=sum(BARRIER.search(x.text) is not None for x in chosen),
         spills=count_spills(chosen),
-        shared_bytes=code.metadata.shared,
+        shared_bytes=shared_bytes,
         loads=count_loads(chosen),
     )
 
@@ -251,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
         for pass_name, kernels in (
             importlib.import_module(f"megatron.kernels.{options.op}.aot_configs").list_passes(arch).items()
         ):
-            total, rows = 0.0, {}
+            total, memory_total, rows = 0.0, 0.0, {}
             for kernel in kernels:
                 counts, name = count_kernel(kernel, arch), kernel.config.name
                 times = "" if kernel.launches == 1 else f", {kernel.launches} times"
@@ -263,8 +271,11 @@ def main(arguments: list[str] | None = None) -> int:
                     flush=True,
                 )
                 total += kernel.launches * counts.clocks
+                memory_total += kernel.launches * counts.memory_clocks
                 rows[name] = {"times": kernel.launches, **counts.build_record()}
-            print(f"sm_{arch} {pass_name}, forward and backward: {total:.2f}", flush=True)
+            print(
+                f"sm_{arch} {pass_name}, forward and backward: {total:.2f}; load/store {memory_total:.2f}", flush=True
+            )
             record[f"sm_{arch}"][pass_name] = rows
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -26,6 +26,8 @@ from megatron.kernels.cdape_attention.gate_kernels import (
     _gate_operands_kernel,
     _gate_weights_kernel,
 )
+from megatron.kernels.cdape_attention.geometry import KernelForm, choose_kernel
+from megatron.kernels.cdape_attention.logit_kernels import LOGIT_KERNELS
 from megatron.kernels.cdape_attention.mapped_softmax import (
     _differentiate_mapped_kernel,
     _map_weights_kernel,
@@ -33,6 +35,7 @@ from megatron.kernels.cdape_attention.mapped_softmax import (
     build_mapped_gradient_constants,
     choose_mapped_tile,
 )
+from megatron.kernels.cdape_attention.mixer_chunks import BACKWARD_KERNELS
 from megatron.kernels.cdape_attention.products import (
     _differentiate_scores_kernel,
     _multiply_kernel,
@@ -332,11 +335,28 @@ def list_configurations() -> Iterator[KernelConfig]:
 
 
 def list_passes(arch: int) -> dict[str, list[PassKernel]]:
-    """Return the kernels of a forward and backward pass with 12 heads of 64, width 32 and k = 3, in bfloat16.
+    """Return the kernels of a forward and backward pass with heads of 64, width 32 and k = 3, in bfloat16.
 
-    The tiles are the same for each architecture.
+    They are Triton's, with 12 heads, and those that are launched if blocks fill the GPU: CUDA kernels, and Triton's for
+    the softmax of the forward pass and the products, with 12 and 16 heads. Triton's tiles are the same for each
+    architecture.
     """
-    return {"CDAPE": list(build_pass())}
+    launched = {f"CDAPE in CUDA, {heads} heads": list(_build_launched_pass(heads, arch)) for heads in (12, 16)}
+    return {"CDAPE": list(build_pass()), **launched}
+
+
+def _build_launched_pass(heads: int, arch: int) -> Iterator[PassKernel]:
+    triton_kernels = {kernel.config.name.split()[0]: kernel for kernel in build_pass(heads)}
+    form = KernelForm(3, 64, torch.bfloat16)  # heads are padded
+    cuda_kernels = []
+    for family in (LOGIT_KERNELS, *BACKWARD_KERNELS):
+        kernel = choose_kernel(family, form, arch)
+        assert kernel is not None
+        cuda_kernels.append(PassKernel(kernel.code, kernel.tile.rows * kernel.tile.columns, has_loop=True))
+    yield cuda_kernels[0]
+    yield triton_kernels["attend_fwd"]
+    yield from cuda_kernels[1:]
+    yield from (triton_kernels[name] for name in ("multiply_transposed", "differentiate_scores"))
 
 
 def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int = 64) -> Iterator[PassKernel]:

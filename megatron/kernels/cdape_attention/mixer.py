@@ -33,7 +33,6 @@ from megatron.kernels.cdape_attention.geometry import (
 from megatron.kernels.cdape_attention.mixer_operands import (
     BLOCK_ROWS,
     MAX_TILE_COLUMNS,
-    TABLE_FRONT,
     Fragments,
     MixerOperands,
     find_pointer,
@@ -94,7 +93,7 @@ class MixerBackwardArgs(ctypes.Structure):
         ("scores", ScoreInputs),
         *((name, ctypes.c_void_p) for name in ("dlogits", "table", "edge", "w1", "w2", "w1_back")),
         *((name, ctypes.c_void_p) for name in ("dscores", "dtables", "dedge", "dweights")),
-        *((name, ctypes.c_int) for name in ("table_front", "dtable_rows")),
+        *((name, ctypes.c_int) for name in ("table_group", "dtable_rows")),
         *((name, ctypes.c_longlong) for name in ("q_batch", "k_batch", "map_batch", "edge_batch", "dscores_batch")),
         ("gates", GateInputs),
         ("drows", ctypes.c_void_p),
@@ -288,13 +287,14 @@ def differentiate_mixer(
     else:
         drows, dedge = of_rows
     dweights = torch.empty(prod(to_weights), 1, 2 * fragments.w1.shape[1], **float32)
+    table, edge, table_group = _find_tables(inputs)
     args = MixerBackwardArgs(
         build_score_inputs(inputs.queries, inputs.keys, columns, inputs.position, inputs.spans),
         dlogits.data_ptr(),
-        *((None, gates.edge.data_ptr()) if gates is not None else _find_tables(inputs)),
+        *(table, edge),
         *(find_pointer(x, layer) for x in (fragments.w1, fragments.w2_back, fragments.w1_back)),
         *(x.data_ptr() for x in (dscores, dtables, dedge, dweights)),
-        *(TABLE_FRONT, dtables.shape[1]),
+        *(table_group, dtables.shape[1]),
         *(x.stride(0) * x.element_size() for x in (inputs.queries, inputs.keys, dlogits, dedge, dscores)),
         *(() if gates is None or drows is None else (gates.inputs, drows.data_ptr(), drows.stride(0) * 4)),
     )
@@ -311,9 +311,11 @@ def _get_fragments(inputs: ChunkInputs) -> Fragments:
     return inputs.operands.fragments
 
 
-def _find_tables(inputs: ChunkInputs) -> tuple[int, int]:
-    """Return the addresses of the layer's U, and of the chunk's first row of E."""
+def _find_tables(inputs: ChunkInputs) -> tuple[int | None, int, int]:
+    """Return the addresses of the layer's U and of the chunk's first row of E, and the group of U of that row."""
+    if inputs.gates is not None:
+        return None, inputs.gates.edge.data_ptr(), 0
     assert inputs.operands is not None
-    edge = inputs.operands.wide_edge
+    tables, edge = inputs.operands.find_logit_tables(inputs.position), inputs.operands.wide_edge
     row = inputs.first_row * edge.stride(1) * edge.element_size()
-    return find_pointer(inputs.operands.entries, inputs.layer), find_pointer(edge, inputs.layer) + row
+    return find_pointer(tables.table, inputs.layer), find_pointer(edge, inputs.layer) + row, tables.group

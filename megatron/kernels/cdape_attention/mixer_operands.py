@@ -30,27 +30,6 @@ BLOCK_ROWS = 32
 MAX_TILE_COLUMNS = 64
 
 
-def build_table(contributions: Tensor, padding: int, distances: int, padded_width: int) -> Tensor:
-    """Return U [L, n, D] in the layout of accumulators.
-
-    Returns:
-        float32 [L, entries, 2 · padded D]. Entry e contains distances e − front and e − front + 8.
-    """
-    layers, known, width = contributions.shape
-    entries = TABLE_FRONT + distances
-    entries += entries % 2
-    covered = min(known, distances + padding + 8)
-    room = entries + 8 - (TABLE_FRONT - padding) - covered
-    padded = F.pad(contributions[:, :covered], (0, padded_width - width, TABLE_FRONT - padding, room))
-    # [L, rows, entry's parity, step, n, t, 2]
-    halves = padded.index_select(2, _list_table_columns(padded_width, padded.device))
-    row = halves.shape[2]
-    # Layer, entry, its parity, step, n, t, distance, width.
-    sizes = (layers, entries // 2, 2, padded_width // 16, 2, 4, 2, 2)
-    strides = (halves.stride(0), 2 * row, row + row // 2, 16, 8, 2, 8 * row, 1)
-    return halves.as_strided(sizes, strides).contiguous().view(layers, entries, 2 * padded_width)
-
-
 def build_group_table(
     contributions: Tensor, padding: int, position: int, distances: int, padded_width: int
 ) -> tuple[Tensor, int]:
@@ -194,11 +173,6 @@ class MixerOperands:
         missing = self.padded_sizes[1] - self.shape.width
         return F.pad(self.edge, (0, missing)) if missing else self.edge
 
-    @cached_property
-    def entries(self) -> Tensor:
-        """U, in the layout of `build_table`."""
-        return build_table(self.contributions, self.shape.padding, self.distances, self.padded_sizes[1])
-
     def find_logit_tables(self, position: int) -> LogitTables:
         """Return the tables by distance for the logits of rows from a position on."""
         first = position % GROUP
@@ -225,20 +199,6 @@ def _width(tile: int | Tensor, column: int | Tensor) -> int | Tensor:
 def list_tile_widths() -> list[int]:
     """Return the width index of each column of each n-tile."""
     return [int(_width(tile, column)) for tile in range(4) for column in range(8)]
-
-
-@cache
-def _list_table_columns(width: int, device: torch.device) -> Tensor:
-    """Return the columns of U by parity of the entry, step, n, t and width; n is swapped for odd entries."""
-    columns = [
-        _width(2 * step + (n ^ parity), 2 * t + x)
-        for parity in range(2)
-        for step in range(width // 16)
-        for n in range(2)
-        for t in range(4)
-        for x in range(2)
-    ]
-    return torch.tensor(columns, device=device)
 
 
 @cache

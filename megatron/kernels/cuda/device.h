@@ -177,6 +177,15 @@ KERNEL_CODE Words<N> load_global(Address a, int constant) {
   *(Vector*)v.x = __ldg((const Vector*)(a.p + constant));
   return v;
 }
+// Copies words from global to shared memory without registers. They have arrived after `wait_for_copies`, for the warp's
+// own lanes, and after the next barrier for other warps.
+template <int N>
+KERNEL_CODE void copy_to_shared(SharedMemory s, i32 offset, Address a, int constant) {
+  static_assert(N == 2, "other sizes have other instructions");
+  const unsigned to = (unsigned)__cvta_generic_to_shared(s.base + offset);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(a.p + constant) : "memory");
+}
+KERNEL_CODE void wait_for_copies(SharedMemory) { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Loads a number for all lanes; control flow may depend on it.
 KERNEL_CODE int load_uniform(const void* array, int index) { return __ldg((const int*)array + index); }
 // Loads words without being moved past a barrier. If registers are scarce, the compiler would otherwise delay the load

@@ -272,6 +272,7 @@ class Block {
     std::vector<std::unique_ptr<char[]>> stacks;
     warps_.assign(num_warps, ucontext_t{});
     is_done_.assign(num_warps, false);
+    copies_.assign(num_warps, {});
     current() = this;
     body_ = &body;
     for (int i = 0; i < num_warps; i++) {
@@ -312,6 +313,12 @@ class Block {
     writer_[at] = warp_;
     words_[at] = word;
   }
+  // Writes a word when the warp waits for its copies.
+  void copy(int at, uint32_t word) { copies_[warp_].push_back({at, word}); }
+  void finish_copies() {
+    for (auto [at, word] : copies_[warp_]) write(at, word);
+    copies_[warp_].clear();
+  }
   // Lanes access memory in groups that request 32 words. A group takes as many clocks as its most requested bank has
   // distinct words.
   void count_clocks(const i32& offset, int num_words) {
@@ -349,6 +356,7 @@ class Block {
   std::vector<int> writer_, reader_;
   std::vector<ucontext_t> warps_;
   std::vector<bool> is_done_;
+  std::vector<std::vector<std::pair<int, uint32_t>>> copies_;  // each warp's words on their way to shared memory
   ucontext_t scheduler_;
   const std::function<void(int)>* body_ = nullptr;
   int warp_ = 0;  // index of the running warp
@@ -427,6 +435,17 @@ Words<N> load_global(const Address& a, int constant) {
   }
   return v;
 }
+template <int N>
+void copy_to_shared(SharedMemory s, i32 offset, const Address& a, int constant) {
+  Words<N> v = load_global<N>(a, constant);
+  EACH_LANE {
+    offset.v[lane] += s.base;
+    faults().misaligned += offset.v[lane] % (4 * N) != 0;
+  }
+  s.block->count_clocks(offset, N);
+  for (int k = 0; k < N; k++) EACH_LANE s.block->copy(offset.v[lane] / 4 + k, v.x[k].v[lane]);
+}
+inline void wait_for_copies(SharedMemory s) { s.block->finish_copies(); }
 inline int load_uniform(const void* array, int index) {
   return (int)load_global<1>(address(array, i32(4 * index)), 0).x[0].v[0];
 }

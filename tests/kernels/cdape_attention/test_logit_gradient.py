@@ -194,7 +194,7 @@ def test_shared_memory_has_few_bank_conflicts(case: Case) -> None:
 FAULTS = {
     "a wrong diagonal": ("t == g / 2;", "t == g % 4;"),
     "a wrong copy of the bias": ("g % 4 * copy_bytes", "(g + 1) % 4 * copy_bytes"),
-    "no residue": ("part < 2; part++", "part < 1; part++"),
+    "no residue": ("part < 2; part++)\n          UNROLL_FOR", "part < 1; part++)\n          UNROLL_FOR"),
     "a wrong column": ("t * 4 + (column + y) <=", "t * 4 + (column + y) <"),
     "a wrong first column": ("t * 4 + (column + y) >= begin", "t * 4 + (column + y) > begin"),
     "stores left of the map": ("t * 4 + column >= 0", "true"),

@@ -105,15 +105,17 @@ def name_gradients(gradients: MixerGradients, dscores: Tensor, shape: WeightShap
 
 
 def compute_truth(inputs: ChunkInputs, dlogits: Tensor, shape: Shape) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each gradient in float64, and by how much rounding may change it. Scores are rounded as in the kernels."""
+    """Each gradient in float64, and by how much rounding may change it. Scores and U are rounded as in the kernels."""
     rounding = ROUNDINGS[shape.dtype]
     seen = find_seen(shape)
     heads, width, columns = shape.heads, shape.width, shape.columns
     taps, padding = shape.taps, shape.padding
-    slices = inputs.operands.padded_sizes[1] // (16 if taps > 3 else 32)
+    padded_width = inputs.operands.padded_sizes[1]
+    slices = padded_width // (16 if taps > 3 or padded_width > 32 else 32)
     hidden_columns = columns + padding
     scores, hidden, alive, at_edge, distance = begin_hidden(inputs, shape)
     scores = scores.float().half().double()
+    hidden = torch.where(at_edge[..., None], hidden, hidden.float().half().double())
     count = dlogits.shape[3]
     by_head = dlogits.permute(0, 2, 4, 1, 3).flatten(1, 2)[:, :heads]
     dlogits = torch.where(seen, pad(by_head.double(), (shape.left, 0)), 0.0)
@@ -256,6 +258,7 @@ FAULTS = {
     "a wrong lane": ("a[1] = transpose_8x8(x[2]);", "a[1] = transpose_8x8(x[1]);"),
     "a wrong edge": ("j >= 0 && j + x <= last", "j >= 0 && j + x <= last + 1"),
     "a wrong distance": ("- (G::COLUMNS - 1);", "- G::COLUMNS;"),
+    "copies in flight": ("    else wait_for_copies(c.dlogits);\n", ""),
 }
 LOCAL_FAULTS = {
     "a gradient beyond the window": ("select(j + x >= begin, v.x[x]", "select(j + x >= begin - 1, v.x[x]"),
@@ -268,8 +271,8 @@ LOCAL_FAULTS = {
     "stores left of the map": ("is_stored = is_stored && j >= 0;", ""),
 }
 SLICE_FAULTS = {
-    "another slice's widths": ("((entry & 1) ^ (n ^ odd))", "((entry & 1) ^ n)"),
-    "another slice's edge": ("EDGE || G::GATED ? odd : 0", "0"),
+    "another slice's widths": ("before[0][r] = slice % 2 ? before[1][r] : before[0][r];", ""),
+    "another slice's distances": ("group, first_step);", "group, 0);"),
     "another slice's place": ("c.slice * N_TILES + fragment % N_TILES", "fragment % N_TILES"),
     "without earlier slices": ("else if (!EDGE) add_words(sum, others[jj % 4].part, unit);", ""),
 }

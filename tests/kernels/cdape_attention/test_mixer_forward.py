@@ -156,7 +156,7 @@ LOCAL_FAULTS = {
 }
 WIDE_FAULTS = {
     "a second group's weights": ("[group * G::N_TILES + n]", "[n]"),
-    "a second slice's distances": ("c.in.table, table_group, slice)", "c.in.table, table_group, 0)"),
+    "a second slice's distances": ("table_group, slice * T::STEPS)", "table_group, 0)"),
     "what slices before passed on": ("add_column(sum, pixels.passed[y], unit)", "(void)0"),
     "what slices before stored": ("add_column(sum, before[jj % 4], unit)", "(void)0"),
 }

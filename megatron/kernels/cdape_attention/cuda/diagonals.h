@@ -33,16 +33,15 @@ struct Diagonals {
     u32 low[4], high[2];
   };
   static KERNEL_CODE void build_shift(Shift& shift, int jj) {
-    i32 lane = lane_id(), from = lane / 4 - lane % 4 * 2 + (jj - 7);
-    const u32 ONE = u32(Element::ONE);
-    u32 below = select(from == 0, ONE, select(from == 1, ONE << u32(16u), u32(0u)));
-    u32 beyond = select(from == -8, ONE, select(from == -7, ONE << u32(16u), u32(0u)));
-    shift.low[0] = below;
-    shift.low[1] = beyond;
-    shift.low[2] = u32(0u);
-    shift.low[3] = below;
-    shift.high[0] = beyond;
-    shift.high[1] = u32(0u);
+    i32 lane = lane_id(), bits = (lane / 4 - lane % 4 * 2 + (jj - 7)) * 16;  // from word t to the 1 of distance g
+    // The compiler cannot tell that these operands are equal or zero. Otherwise it would copy them for every product.
+    const u32 one = u32(Element::ONE), zero = shift_left(one, bits + 1024), same = one + zero;
+    shift.low[0] = shift_left(one, bits);
+    shift.low[1] = shift_left(one, bits + 128);
+    shift.low[2] = zero;
+    shift.low[3] = shift_left(same, bits);
+    shift.high[0] = shift_left(same, bits + 128);
+    shift.high[1] = shift_left(same, bits + 1024);
   }
 
   // Adds a column, a B fragment of rows × channels, to the sums of the distances below 16 and of the others.

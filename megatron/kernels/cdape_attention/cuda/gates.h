@@ -8,7 +8,7 @@
 // The gradients of these vectors are sums over the columns and over the rows of a block's gradients. Both sums add the
 // same rounded numbers. The terms are differences of large sums, so different roundings would not cancel.
 #pragma once
-#include "geometry.h"
+#include "hidden.h"
 
 struct GateInputs {
   const void* rows;     // float32 [R, 32]
@@ -22,9 +22,10 @@ struct GateInputs {
   }
 };
 
-template <class G>
+template <class G, bool BY_WIDTHS = false>
 struct GateTerms {
-  // Row vectors of rows g and g + 8 of a row tile, as accumulators, in STEPS steps of 16 widths.
+  typedef HiddenLayout<BY_WIDTHS> Layout;
+  // Row vectors of a row tile, as accumulators, in STEPS steps of 16 widths.
   template <int STEPS>
   struct Rows {
     f32 of[2 * STEPS][4];
@@ -32,28 +33,30 @@ struct GateTerms {
   template <int STEPS>
   static KERNEL_CODE void load_rows(Rows<STEPS>& rows, const GateInputs& in, int num_rows, int first_row,
                                     int first_step) {
-    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
-    UNROLL_FOR (int r = 0; r < 2; r++) {
-      i32 row = minimum(g + (first_row + 8 * r), i32(num_rows - 1));
-      Address at = advance(address(in.rows, row * 128 + t * 16), first_step * 64);
+    UNROLL_FOR (int y = 0; y < Layout::ROWS; y++) {
+      i32 row = minimum(Layout::find_row(y) + first_row, i32(num_rows - 1));
+      Address at = advance(address(in.rows, row * 128 + Layout::locate_widths()), first_step * 64);
       UNROLL_FOR (int step = 0; step < STEPS; step++) {
-        Words<4> v = load_global<4>(at, step * 64);
-        UNROLL_FOR (int x = 0; x < 4; x++) rows.of[2 * step + x / 2][2 * r + x % 2] = as_f32(v.x[x]);
+        typename Layout::Widths widths = Layout::load(at, step * 64);
+        UNROLL_FOR (int n = 0; n < 2; n++)
+          UNROLL_FOR (int x = 0; x < 4; x++)
+            if (Layout::row_index(n, x) == y) rows.of[2 * step + n][x] = widths.of[Layout::width_index(n, x)];
       }
     }
   }
 
   // Address of the lane's part of the column vectors, from a column and a step on.
   static KERNEL_CODE Address locate_columns(const GateInputs& in, int first, int first_step = 0) {
-    return advance(address(in.columns, lane_id() % 4 * 16), first * 128ll + first_step * 64);
+    return advance(address(in.columns, Layout::locate_widths()), first * 128ll + first_step * 64);
   }
   // Initializes 16 widths of the hidden values in the x-th of these columns. Both vectors begin at the same step.
   template <int STEPS>
   static KERNEL_CODE void begin_hidden(f32 (&hidden)[2][4], const Rows<STEPS>& rows, const Address& columns, int x,
                                        int step) {
-    Words<4> v = load_global<4>(columns, x * 128 + step * 64);
+    typename Layout::Widths widths = Layout::load(columns, x * 128 + step * 64);
     UNROLL_FOR (int n = 0; n < 2; n++)
-      UNROLL_FOR (int y = 0; y < 4; y++) hidden[n][y] = rows.of[2 * step + n][y] + as_f32(v.x[2 * n + y % 2]);
+      UNROLL_FOR (int y = 0; y < 4; y++)
+        hidden[n][y] = rows.of[2 * step + n][y] + widths.of[Layout::width_index(n, y)];
   }
 };
 

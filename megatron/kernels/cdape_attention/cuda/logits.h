@@ -39,7 +39,7 @@ struct LogitInputs {
 template <class G_, bool BY_ROWS, bool RELOADS = (G_::SLICES > 1)>
 struct Logits {
   typedef G_ G;
-  typedef Scores<G, 4> S;
+  typedef Scores<G, 4, G::ROW_TILES == 1> S;
   typedef FragmentWindow<G> W;
   typedef Tables<G> T;
   typedef GateTerms<G> Gates;
@@ -59,7 +59,7 @@ struct Logits {
     u32 w1[TAPS][G::HEAD_GROUPS * G::N_TILES][2], w2[TAPS][G::HEAD_GROUPS * G::N_TILES][2];  // weights of a slice
     typename R::Column carry[R::CARRY];
     typename S::Keys keys[HELD];      // keys of the next tile
-    typename T::Distances distances;  // U of this tile
+    typename T::template Distances<T::STEPS> distances;  // U of this tile
     // GATED: row vectors of the warp's row tile.
     typename Gates::template Rows<2> rows;
   };
@@ -214,7 +214,7 @@ struct Logits {
     }
     UNROLL_FOR (int slice = 0; slice < G::SLICES; slice++) {
       if (RELOADS) load_weights(st, c, slice);
-      if (!EDGE && !G::GATED && slice > 0) T::load_distances(st.distances, c.in.table, table_group, slice);
+      if (!EDGE && !G::GATED && slice > 0) T::load_distances(st.distances, c.in.table, table_group, slice * T::STEPS);
       mix_slice<EDGE, BEGINS>(st, c, pixels, slice);
     }
   }

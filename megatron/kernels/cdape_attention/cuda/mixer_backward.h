@@ -9,6 +9,9 @@
 // (DAPE V2, equation 5; b1 is part of U and E.) Scores and hidden values are recomputed. The gradients of the weights
 // need all registers of a kernel, so a separate launch computes them. With SCORES, a kernel returns dS and the
 // gradients of the tables; with WEIGHTS, the gradients of the weights.
+//
+// dS is a product over the widths of dhidden, which is therefore computed by rows (`hidden.h`). The weights' gradients
+// are products over rows, so that hidden values and dhidden are computed by widths, without transposes.
 #pragma once
 #include "diagonals.h"
 #include "mixer_backward_results.h"
@@ -22,26 +25,31 @@ struct MixerBackward {
   typedef MixerBackwardInputs<G> Inputs;
   typedef MixerBackwardResults<G> Results;
   typedef PairWindow<G> W;
-  typedef Tables<G> T;
+  typedef Tables<G, WEIGHTS> T;
   typedef Runs<G, Element, false> R;
   typedef Diagonals<G> D;
-  typedef GateTerms<G> Gates;
+  typedef GateTerms<G, WEIGHTS> Gates;
+  typedef HiddenLayout<WEIGHTS> Layout;
   typedef GateSums<G> Sums;
   static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS, BLOCKS_PER_SM = 8 / G::WARPS;
   static constexpr float SLOPE = 0.01f;
-  // Registers hold the weights of a slice of the width: 32 widths; 16 with more than three taps; 8 with seven taps if
-  // they also hold gradients of the weights. The slices' contributions to dS are summed. Each slice has its own
+  // Registers hold the weights of a slice of the width: 32 widths; 16 with more than three taps, or for dS of more than
+  // 32 widths; 8 with seven taps if they also hold gradients of the weights. The slices' contributions to dS are summed. Each slice has its own
   // gradients of weights, computed by its own blocks.
-  static constexpr int N_TILES = PADDING > 2 && WEIGHTS ? 1 : PADDING > 1 ? 2 : 4, SLICES = G::WIDTH / (8 * N_TILES);
-  static constexpr int STEP_TILES = N_TILES > 1 ? 2 : 1, STEPS = N_TILES / STEP_TILES;  // a step has 8 or 16 widths
+  static constexpr bool HAS_NARROW_SLICES = PADDING > 1 || (SCORES && G::WIDTH > 32);
+  static constexpr int N_TILES = PADDING > 2 && WEIGHTS ? 1 : HAS_NARROW_SLICES ? 2 : 4;
+  static constexpr int SLICES = G::WIDTH / (8 * N_TILES);
+  // Hidden values are computed in steps of 16 widths. A slice of 8 widths uses half of a step.
+  static constexpr int STEPS = (N_TILES + 1) / 2, STEP_TILES = N_TILES > 1 ? 2 : 1;
   // A block that computes the gradients of the weights reads the terms of its own widths alone.
-  static constexpr int ROW_STEPS = SCORES ? G::WIDTH / 16 : (N_TILES + 1) / 2;
+  static constexpr int ROW_STEPS = SCORES ? G::WIDTH / 16 : STEPS;
 
   static constexpr int MEMORY_BYTES =
       G::QUERY_BYTES + 2 * W::MEMORY_BYTES + (SCORES ? R::MEMORY_BYTES + D::MEMORY_BYTES : 0);
 
   struct State {
-    u32 w1[TAPS][N_TILES][2], w2[TAPS][N_TILES][2], w1_back[TAPS][N_TILES][2];
+    // Weights of a slice by n-tiles. With WEIGHTS, w1 and w2 are A fragments of two n-tiles, see `arrange`.
+    u32 w1[TAPS][2 * STEPS][2], w2[TAPS][2 * STEPS][2], w1_back[TAPS][2 * STEPS][2];
     typename R::Column carry[R::CARRY];
     f32 dw1[WEIGHTS ? TAPS : 1][N_TILES][4], dw2[WEIGHTS ? TAPS : 1][N_TILES][4];
     typename D::Sums diagonals;
@@ -150,9 +158,24 @@ struct MixerBackward {
   }
 
   static KERNEL_CODE void load_weights(State& st, const Context& c, int slice) {
-    G::load_weights(st.w1, c.args.w1, slice);
-    G::load_weights(st.w2, c.args.w2, slice);
-    if constexpr (SCORES) G::load_weights(st.w1_back, c.args.w1_back, slice);
+    const int steps = slice * N_TILES / 2 / STEPS;
+    G::load_weights(st.w1, c.args.w1, steps);
+    G::load_weights(st.w2, c.args.w2, steps);
+    if constexpr (SCORES) G::load_weights(st.w1_back, c.args.w1_back, steps);
+    if constexpr (WEIGHTS)
+      UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
+        UNROLL_FOR (int step = 0; step < STEPS; step++) {
+          arrange(st.w1[tap][2 * step], st.w1[tap][2 * step + 1]);
+          arrange(st.w2[tap][2 * step], st.w2[tap][2 * step + 1]);
+        }
+  }
+  // Arranges the B fragments of two n-tiles as an A fragment.
+  static KERNEL_CODE void arrange(u32 (&first)[2], u32 (&second)[2]) {
+    const u32 words[4] = {first[0], second[0], first[1], second[1]};
+    UNROLL_FOR (int x = 0; x < 2; x++) {
+      first[x] = settle(words[x]);
+      second[x] = settle(words[2 + x]);
+    }
   }
 
   // Transposes an A fragment: rows are heads and columns are the pixels' rows afterwards.
@@ -186,8 +209,11 @@ struct MixerBackward {
                                     int slice) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
-    const int first_step = slice * N_TILES / 2, odd = N_TILES == 1 ? slice % 2 : 0;
+    const int first_step = slice * N_TILES / 2;
     constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
+    typename T::template Distances<STEPS> distances;
+    const int group = c.args.table_group + (c.first_row - first) / 8 + 2 * row_tile - run;
+    if constexpr (!EDGE && !G::GATED) T::load_distances(distances, c.args.table, group, first_step);
     W s, l;
     i32 at = W::locate(row_tile, run);
     s.template load<0, KEPT>(c.scores, at);
@@ -216,11 +242,6 @@ struct MixerBackward {
         }
     }
     i32 sums = R::locate(row_tile);
-    i32 entry = g + (c.position() + 16 * row_tile - (first + PADDING + 8 * run) + c.args.table_front);
-    Address entries[2];
-    UNROLL_FOR (int n = 0; n < 2; n++)
-      entries[n] = address(c.args.table, entry * T::ENTRY_BYTES + ((entry & 1) ^ (n ^ odd)) * 64 + t * 16 +
-                                             first_step * 128);
     typename R::Column done[4], others[4];  // sums of earlier slices
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(Element::ONE), u32(Element::ONE << 16)), u32(0u));
     const int hidden_column = first + PADDING + 8 * run;
@@ -259,46 +280,48 @@ struct MixerBackward {
         }
       }
       if (SCORES && !EDGE && slice > 0 && jj % 4 == 0) R::load_stored(others, c.sums, sums, 8 * run + jj);
-      UNROLL_FOR (int step = 0; step < STEPS; step++) {  // 8 or 16 widths at a time
-        f32 hidden[STEP_TILES][4], gradient[STEP_TILES][4], begin[2][4];
+      UNROLL_FOR (int step = 0; step < STEPS; step++) {  // 16 widths at a time
+        f32 hidden[2][4], gradient[2][4];
         if constexpr (EDGE)
-          T::load_edge(begin, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, G::FIRST_EDGE + jj - BEGIN,
+          T::load_edge(hidden, c.args.edge, c.args.scores.rows, c.first_row + 16 * row_tile, G::FIRST_EDGE + jj - BEGIN,
                        first_step + step);
         else if constexpr (G::GATED)
-          Gates::begin_hidden(begin, st.rows, columns, jj, SCORES ? first_step + step : step);
-        else T::load_entries(begin, entries, jj, step);
-        select_tiles(hidden, begin, EDGE || G::GATED ? odd : 0);
+          Gates::begin_hidden(hidden, st.rows, columns, jj, SCORES ? first_step + step : step);
+        else T::begin_hidden(hidden, distances, jj, step, 1);
         if constexpr (BEGINS && PADDING > 0)
-          if (has_begin) {
-            UNROLL_FOR (int n = 0; n < 2; n++)
-              UNROLL_FOR (int x = 0; x < 4; x++) begin[n][x] = hidden[n % STEP_TILES][x];
-            T::select_edge(begin, c.args.edge, places, hidden_column + jj, first_step + step);
-            select_tiles(hidden, begin, odd);
-          }
+          if (has_begin) T::select_edge(hidden, c.args.edge, places, hidden_column + jj, first_step + step);
         UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
-          UNROLL_FOR (int n = 0; n < STEP_TILES; n++) {
-            const int w = STEP_TILES * step + n;
-            mma_exchange(hidden[n], s.column[jj + tap], st.w1[tap][w][0], st.w1[tap][w][1]);
-            if (tap == 0) Element::multiply_from_zero(gradient[n], l.column[jj + KEPT], st.w2[0][w][0], st.w2[0][w][1]);
-            else Element::multiply(gradient[n], l.column[jj + KEPT - tap], st.w2[tap][w][0], st.w2[tap][w][1]);
-          }
-        u32 active[STEP_TILES][2], before[STEP_TILES][2];
-        UNROLL_FOR (int n = 0; n < STEP_TILES; n++)
-          UNROLL_FOR (int r = 0; r < 2; r++) {
-            UNROLL_FOR (int x = 2 * r; x < 2 * r + 2; x++) {
-              f32 h = hidden[n][x], d = gradient[n][x];
-              if constexpr (!G::LINEAR) {
-                gradient[n][x] = select(h > 0.0f, d, d * SLOPE);
-                hidden[n][x] = maximum(h, h * SLOPE);
-              }
-              if (BEGINS && has_begin) {
-                pred is_inside = T::is_inside(places, r, hidden_column + jj);
-                gradient[n][x] = select(is_inside, gradient[n][x], f32(0.0f));
-                hidden[n][x] = select(is_inside, hidden[n][x], f32(0.0f));
-              }
+          UNROLL_FOR (int n = 0; n < 2; n++) {
+            const u32(&x)[4] = s.column[jj + tap], (&y)[4] = l.column[jj + KEPT - tap];
+            if constexpr (WEIGHTS) {
+              mma_exchange(hidden[n], find_fragment(st.w1[tap], step).a, x[n], x[2 + n]);
+              multiply_tap(gradient[n], tap, find_fragment(st.w2[tap], step).a, y[n], y[2 + n]);
+            } else {
+              const u32(&w1)[2] = st.w1[tap][2 * step + n], (&w2)[2] = st.w2[tap][2 * step + n];
+              mma_exchange(hidden[n], x, w1[0], w1[1]);
+              multiply_tap(gradient[n], tap, y, w2[0], w2[1]);
             }
-            before[n][r] = Element::pack(gradient[n][2 * r], gradient[n][2 * r + 1]);
-            if constexpr (WEIGHTS) active[n][r] = Element::pack(hidden[n][2 * r], hidden[n][2 * r + 1]);
+          }
+        UNROLL_FOR (int n = 0; n < 2; n++)
+          UNROLL_FOR (int x = 0; x < 4; x++) {
+            f32 h = hidden[n][x], d = gradient[n][x];
+            if constexpr (!G::LINEAR) {
+              gradient[n][x] = select(h > 0.0f, d, d * SLOPE);
+              hidden[n][x] = select(h > 0.0f, h, h * SLOPE);
+            }
+            if (BEGINS && has_begin) {
+              pred is_inside = T::is_inside(places, Layout::row_index(n, x), hidden_column + jj);
+              gradient[n][x] = select(is_inside, gradient[n][x], f32(0.0f));
+              hidden[n][x] = select(is_inside, hidden[n][x], f32(0.0f));
+            }
+          }
+        // Words of 8 widths and rows, by n and r.
+        u32 active[2][2], before[2][2];
+        UNROLL_FOR (int n = 0; n < 2; n++)
+          UNROLL_FOR (int r = 0; r < 2; r++) {
+            const int i = WEIGHTS ? r : n, x = WEIGHTS ? 2 * n : 2 * r;
+            before[n][r] = Element::pack(gradient[i][x], gradient[i][x + 1]);
+            if constexpr (WEIGHTS) active[n][r] = Element::pack(hidden[i][x], hidden[i][x + 1]);
           }
         if constexpr (SCORES) {
           if constexpr (BEGINS && PADDING > 0)
@@ -313,20 +336,22 @@ struct MixerBackward {
               else Element::multiply(sum, a, w[0], w[1]);
             }
         }
-        UNROLL_FOR (int n = 0; n < STEP_TILES; n++)
-          UNROLL_FOR (int r = 0; r < 2; r++) {
-            // E is not a function of the distance.
-            if (SCORES && BEGINS && has_begin)
+        if (SCORES && BEGINS && has_begin)
+          UNROLL_FOR (int n = 0; n < 2; n++)
+            UNROLL_FOR (int r = 0; r < 2; r++)  // E is not a function of the distance
               before[n][r] = select(T::is_at_edge(places, r, hidden_column + jj), u32(0u), before[n][r]);
-          }
         if constexpr (SCORES && G::GATED && !EDGE)
           UNROLL_FOR (int n = 0; n < 2; n++)
             Sums::add_to_rows(st.row_sums, 2 * (first_step + step) + n, before[n][0], before[n][1], unit);
-        UNROLL_FOR (int n = 0; n < STEP_TILES; n++)
-          UNROLL_FOR (int r = 0; r < 2; r++) before[n][r] = transpose_8x8(before[n][r]);
+        if constexpr (SCORES)
+          UNROLL_FOR (int n = 0; n < 2; n++)
+            UNROLL_FOR (int r = 0; r < 2; r++) before[n][r] = transpose_8x8(before[n][r]);
         if constexpr (WEIGHTS) {
-          UNROLL_FOR (int n = 0; n < STEP_TILES; n++)
-            UNROLL_FOR (int r = 0; r < 2; r++) active[n][r] = transpose_8x8(active[n][r]);
+          if (STEP_TILES == 1)
+            UNROLL_FOR (int r = 0; r < 2; r++) {
+              before[0][r] = slice % 2 ? before[1][r] : before[0][r];
+              active[0][r] = slice % 2 ? active[1][r] : active[0][r];
+            }
           UNROLL_FOR (int tap = 0; tap < TAPS; tap++)
             UNROLL_FOR (int n = 0; n < STEP_TILES; n++) {
               const int w = STEP_TILES * step + n;
@@ -366,14 +391,20 @@ struct MixerBackward {
     }
   }
 
-  // Selects a step's n-tiles among those of 16 widths; `odd` selects the second of them.
-  static KERNEL_CODE void select_tiles(f32 (&selected)[STEP_TILES][4], const f32 (&widths)[2][4], int odd) {
-    UNROLL_FOR (int n = 0; n < STEP_TILES; n++)
-      UNROLL_FOR (int x = 0; x < 4; x++) selected[n][x] = STEP_TILES == 1 && odd ? widths[1][x] : widths[n][x];
+  struct Fragment {
+    u32 a[4];
+  };
+  static KERNEL_CODE Fragment find_fragment(const u32 (&weights)[2 * STEPS][2], int step) {
+    Fragment f;
+    UNROLL_FOR (int x = 0; x < 4; x++) f.a[x] = weights[2 * step + x / 2][x % 2];
+    return f;
+  }
+  static KERNEL_CODE void multiply_tap(f32 (&sum)[4], int tap, const u32 (&a)[4], u32 b0, u32 b1) {
+    if (tap == 0) Element::multiply_from_zero(sum, a, b0, b1);
+    else Element::multiply(sum, a, b0, b1);
   }
 
   static KERNEL_CODE void add_words(f32 (&sum)[2][4], const u32 (&words)[4], u32 unit) {
-    Element::multiply(sum[0], words, unit, u32(0u));
-    Element::multiply(sum[1], words, u32(0u), unit);
+    UNROLL_FOR (int n = 0; n < 2; n++) Element::multiply_k8(sum[n], words[2 * n], words[2 * n + 1], unit);
   }
 };

@@ -8,7 +8,7 @@
 struct MixerBackwardArgs {
   ScoreInputs scores;
   const void* dlogits;  // words [R, 8 pairs, C]; columns that a row does not see are not read
-  const void* table;    // U, float32 [N + front, D/8 n-tiles, 4, 4], see Tables; entry 0 is distance -front
+  const void* table;    // U, exchange numbers [groups of 8 distances, D/16, 32 lanes, 2, 2, 2], see Tables::Distances
   const void* edge;     // E, float32 [R, p, D]
   const void* w1;       // B fragments of W1, exchange numbers [parts][k][4 n-tiles][32 lanes][2]
   const void* w2;       // B fragments of W2ᵀ, numbers of the model's type, same layout
@@ -17,7 +17,8 @@ struct MixerBackwardArgs {
   void* dtables;        // float32 [programs, N', D + 16], initially 0: row i has dU[i - p] (D widths), dbias[i] (heads)
   void* dedge;          // float32 [R, p, D]
   void* dweights;       // float32 [programs, 2, k, D/8 n-tiles, 32 lanes, 4]: gradients of W1 and W2
-  int table_front, dtable_rows;
+  int table_group;  // group of the distance of row 0 and column p + 7
+  int dtable_rows;
   // Bytes from one sequence to the next; `map_batch` applies to dlogits.
   long long q_batch, k_batch, map_batch, edge_batch, dscores_batch;
   // GATED: terms that replace the table. E and its gradient are [R, 4p, 32]. Row j of `dtables` [programs, C, 48]
@@ -40,15 +41,23 @@ struct MixerBackwardContext {
 
 template <class G>
 struct MixerBackwardInputs {
-  typedef Scores<G, 8> S;
+  typedef Scores<G, 8, true> S;
   typedef PairWindow<G> W;
   typedef MixerBackwardContext Context;
   static constexpr int PADDING = G::PADDING;
 
-  // Loads scores and dL of a tile's columns. A warp loads dL of an equal share of the rows, for all heads.
+  // Loads scores and dL of a tile's columns. dL is copied while the scores are computed.
   template <bool MASKED>
   static KERNEL_CODE void load_tile(Context& c, int first) {
+    if (!MASKED) load_dlogits<false>(c, first);
     compute_scores<MASKED>(c, first);
+    if (MASKED) load_dlogits<true>(c, first);
+    else wait_for_copies(c.dlogits);
+  }
+
+  // A warp loads dL of an equal share of the rows, for all heads.
+  template <bool MASKED>
+  static KERNEL_CODE void load_dlogits(Context& c, int first) {
     const long long columns = c.args.scores.columns;
     constexpr int LANES = G::COLUMNS / 2;  // lanes per row of a pair
     i32 lane = lane_id(), pair = lane / LANES, column = lane % LANES * 2;
@@ -58,21 +67,21 @@ struct MixerBackwardInputs {
       const int last = in_map < c.args.scores.rows ? c.position() + row : -1;
       const int begin = MASKED && G::LOCAL ? c.args.scores.find_first(in_map) : 0;
       UNROLL_FOR (int part = 0; part < G::PAIRS; part += 32 / LANES) {
-        Words<2> v;
+        i32 to = column * 4 + pair * (W::PAIR_STRIDE * 4) +
+                 (W::row_offset(row) + W::pair_offset(part) + W::FIRST * 4);
         if (MASKED) {
           i32 j = column + first, inside = minimum(maximum(j, i32(0)), i32((int)columns - 2));
           Address from = advance_heads(address(c.args.dlogits, inside * 4), pair, columns * 4);
-          v = load_global<2>(advance(from, ((long long)bounded * G::PAIRS + part) * columns * 4), 0);
+          Words<2> v = load_global<2>(advance(from, ((long long)bounded * G::PAIRS + part) * columns * 4), 0);
           UNROLL_FOR (int x = 0; x < 2; x++) v.x[x] = select(j >= 0 && j + x <= last, v.x[x], u32(0u));
           if (G::LOCAL)
             UNROLL_FOR (int x = 0; x < 2; x++) v.x[x] = select(j + x >= begin, v.x[x], u32(0u));
+          store_shared<2>(c.dlogits, to, v);
         } else {
           Address from = advance_heads(address(c.args.dlogits, column * 4), pair, columns * 4);
-          v = load_global<2>(advance(from, (((long long)in_map * G::PAIRS + part) * columns + first) * 4), 0);
+          copy_to_shared<2>(c.dlogits, to,
+                            advance(from, (((long long)in_map * G::PAIRS + part) * columns + first) * 4), 0);
         }
-        store_shared<2>(
-            c.dlogits,
-            column * 4 + pair * (W::PAIR_STRIDE * 4) + (W::row_offset(row) + W::pair_offset(part) + W::FIRST * 4), v);
       }
     }
   }
@@ -87,23 +96,20 @@ struct MixerBackwardInputs {
       const int pair = c.warp % PAIR_WARPS + owned * PAIR_WARPS;
       i32 lane = lane_id();
       i32 to = W::row_offset(lane / 4) + lane % 4 * 32 + (W::pair_offset(pair) + (W::FIRST + behind) * 4);
-      UNROLL_FOR (int column = 0; column < 8; column += 4 * G::GROUPS) {
+      typename S::Keys keys[2];
+      UNROLL_FOR (int h = 0; h < 2; h++)
+        if (MASKED) S::template load_keys_inside<false>(keys[h], in, 2 * pair + h, first, in.columns - 1);
+        else S::load_keys(keys[h], in, 2 * pair + h, first);
+      UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++) {
         typename S::Sums sums[2];
-        UNROLL_FOR (int h = 0; h < 2; h++) {
-          typename S::Keys keys;
-          const int head = 2 * pair + h;
-          if (MASKED) S::template load_keys_inside<false>(keys, in, head, first + column, in.columns - 1);
-          else S::load_keys(keys, in, head, first + column);
-          S::multiply(sums[h], keys, c.queries, head);
-        }
+        UNROLL_FOR (int h = 0; h < 2; h++) S::multiply(sums[h], keys[h], c.queries, 2 * pair + h, tile);
         u32 words[2][4][2];
-        S::template pack<MASKED>(words, sums, in, c.first_row, first + column);
+        S::template pack<MASKED>(words, sums, in, c.first_row + 16 * tile, first);
         UNROLL_FOR (int block = 0; block < 2; block++)
           UNROLL_FOR (int r = 0; r < 2; r++) {
             Words<4> v;
             UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = words[block][x][r];
-            const int in_tile = column + S::block_column(block);
-            store_shared<4>(c.scores, to + (W::row_offset(S::block_row(block) + 8 * r) + in_tile * 4), v);
+            store_shared<4>(c.scores, to + (W::row_offset(16 * tile + 8 * r) + S::block_column(block) * 4), v);
           }
       }
     }

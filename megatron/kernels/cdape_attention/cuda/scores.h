@@ -35,24 +35,25 @@ struct HeadRow {
   }
 };
 
-// A warp computes a head's scores as two blocks of 16 rows and 16 columns (two n-tiles): two row tiles, or one row tile
-// and two groups of columns. Lane g of n-tile n has the column (g/2)·LANE_COLUMNS + 2n + g%2 of a group, so a lane's
-// sums belong to four adjacent columns from t·LANE_COLUMNS on. Groups are GROUP_COLUMNS apart.
-template <class G, int LANE_COLUMNS>
+// A warp computes a head's scores as two blocks of 16 rows and 16 columns (two n-tiles): two row tiles, or, if IS_WIDE,
+// one row tile and two groups of columns, which reads queries half as often. Lane g of n-tile n has the column
+// (g/2)·LANE_COLUMNS + 2n + g%2 of a group, so a lane's sums belong to four adjacent columns from t·LANE_COLUMNS on.
+// Groups are GROUP_COLUMNS apart.
+template <class G, int LANE_COLUMNS, bool IS_WIDE>
 struct Scores {
   typedef HeadRow<G> Row;
   typedef typename G::Element Element;
-  static constexpr int GROUP_COLUMNS = LANE_COLUMNS == 4 ? 16 : 4;
+  static constexpr int GROUPS = IS_WIDE ? 2 : 1, TILES = 2 / GROUPS, GROUP_COLUMNS = LANE_COLUMNS == 4 ? 16 : 4;
   struct Keys {
-    Row row[G::GROUPS][2];
+    Row row[GROUPS][2];
   };
   struct Sums {
     f32 tile[2][2][4];
   };
 
   // First row and column of a block of sums.
-  static constexpr KERNEL_CODE int block_row(int block) { return G::ROW_TILES == 2 ? 16 * block : 0; }
-  static constexpr KERNEL_CODE int block_column(int block) { return G::ROW_TILES == 2 ? 0 : GROUP_COLUMNS * block; }
+  static constexpr KERNEL_CODE int block_row(int block) { return IS_WIDE ? 0 : 16 * block; }
+  static constexpr KERNEL_CODE int block_column(int block) { return IS_WIDE ? GROUP_COLUMNS * block : 0; }
 
   // Copies an equal share of the queries to shared memory, as A fragments [head][row tile][k-step][lane][4 words].
   static KERNEL_CODE void load_queries(const ScoreInputs& in, SharedMemory queries, int warp, int first_row) {
@@ -78,7 +79,7 @@ struct Scores {
   static KERNEL_CODE void load_keys(Keys& keys, const ScoreInputs& in, int head, int first) {
     i32 g = lane_id() / 4, lane_column = (g / 2) * LANE_COLUMNS + g % 2;
     const long long in_keys = head_offset(in, head, in.k_stride) + (long long)first * G::ROW_BYTES;
-    UNROLL_FOR (int group = 0; group < G::GROUPS; group++)
+    UNROLL_FOR (int group = 0; group < GROUPS; group++)
       UNROLL_FOR (int n = 0; n < 2; n++)
         keys.row[group][n].template load<false>(in.k, in_keys, lane_column * G::ROW_BYTES,
                                                 (GROUP_COLUMNS * group + 2 * n) * G::ROW_BYTES);
@@ -87,7 +88,7 @@ struct Scores {
   template <bool EARLY>
   static KERNEL_CODE void load_keys_inside(Keys& keys, const ScoreInputs& in, int head, int first, int last) {
     i32 g = lane_id() / 4, lane_column = (g / 2) * LANE_COLUMNS + g % 2;
-    UNROLL_FOR (int group = 0; group < G::GROUPS; group++)
+    UNROLL_FOR (int group = 0; group < GROUPS; group++)
       UNROLL_FOR (int n = 0; n < 2; n++) {
         i32 column = lane_column + (first + GROUP_COLUMNS * group + 2 * n);
         column = minimum(maximum(column, i32(0)), i32(last));
@@ -101,8 +102,8 @@ struct Scores {
   // Queries in shared memory by head, row tile and step of a product.
   struct SharedQueries {
     SharedMemory memory;
-    int head;
-    KERNEL_CODE Words<4> load(int tile, int step) const { return load_query(memory, head, tile, step); }
+    int head, first_tile;
+    KERNEL_CODE Words<4> load(int tile, int step) const { return load_query(memory, head, first_tile + tile, step); }
   };
   // Queries of a row tile, loaded from global memory.
   struct LoadedQueries {
@@ -118,15 +119,16 @@ struct Scores {
       load_row(queries.rows[r], in, in.q, head_offset(in, head, in.q_stride), row + 8 * r);
   }
 
-  static KERNEL_CODE void multiply(Sums& sums, const Keys& keys, SharedMemory queries, int head) {
-    multiply(sums, keys, SharedQueries{queries, head});
+  // Computes the scores of a head in the row tiles from `first_tile` on.
+  static KERNEL_CODE void multiply(Sums& sums, const Keys& keys, SharedMemory queries, int head, int first_tile = 0) {
+    multiply(sums, keys, SharedQueries{queries, head, first_tile});
   }
   template <class Queries>
   static KERNEL_CODE void multiply(Sums& sums, const Keys& keys, const Queries& queries) {
-    UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++)
+    UNROLL_FOR (int tile = 0; tile < TILES; tile++)
       UNROLL_FOR (int step = 0; step < Row::STEPS; step++) {
         Words<4> q = queries.load(tile, step);
-        UNROLL_FOR (int group = 0; group < G::GROUPS; group++)
+        UNROLL_FOR (int group = 0; group < GROUPS; group++)
           UNROLL_FOR (int n = 0; n < 2; n++) {
             const Row& row = keys.row[group][n];
             f32(&sum)[4] = sums.tile[tile + group][n];

@@ -3,47 +3,38 @@
 #include "gates.h"
 #include "scores.h"
 
-template <class G>
+template <class G, bool BY_WIDTHS = false>
 struct Tables {
+  typedef HiddenLayout<BY_WIDTHS> Layout;
   static constexpr int STEPS = G::N_TILES / 2;  // steps of 16 widths in a slice
   // Bytes of a column and of a row of E.
   static constexpr int COLUMN_BYTES = G::WIDTH * 4, EDGE_BYTES = G::EDGE * COLUMN_BYTES;
 
-  static constexpr int ENTRY_BYTES = G::WIDTH * 8;
-  // Loads 16 widths of U, float32 [entries, D/8 n-tiles, 4, 4], at a column of rows g and g + 8, as accumulators.
-  static KERNEL_CODE void load_entries(f32 (&hidden)[2][4], const Address (&entries)[2], int column, int step) {
-    // For each n-tile and t, an entry has the widths of distances n and n + 8. In odd entries, n-tiles 2x and 2x + 1
-    // are swapped, which spreads a warp's loads over the banks.
-    UNROLL_FOR (int n = 0; n < 2; n++) {
-      Words<4> v = load_global<4>(entries[(n ^ column) & 1], step * 128 - column * ENTRY_BYTES);
-      UNROLL_FOR (int x = 0; x < 4; x++) hidden[n][x] = as_f32(v.x[x]);
-    }
-  }
-
-  // Loads 16 widths of E, float32 [R, EDGE, D], of rows g and g + 8 of a row tile. Rows from `rows` on do not exist.
+  // Loads 16 widths of E, float32 [R, EDGE, D], of a row tile. Rows from `rows` on do not exist.
   static KERNEL_CODE void load_edge(f32 (&hidden)[2][4], const void* edge, int rows, int first_row, int column,
                                     int step) {
-    i32 lane = lane_id(), g = lane / 4, t = lane % 4;
-    UNROLL_FOR (int r = 0; r < 2; r++) {
-      i32 row = minimum(g + (first_row + 8 * r), i32(rows - 1));
-      Words<4> v = load_global<4>(address(edge, row * EDGE_BYTES + t * 16), column * COLUMN_BYTES + step * 64);
-      UNROLL_FOR (int x = 0; x < 4; x++) hidden[x / 2][2 * r + x % 2] = as_f32(v.x[x]);
+    UNROLL_FOR (int y = 0; y < Layout::ROWS; y++) {
+      i32 row = minimum(Layout::find_row(y) + first_row, i32(rows - 1));
+      typename Layout::Widths widths = Layout::load(address(edge, row * EDGE_BYTES + Layout::locate_widths()),
+                                                    column * COLUMN_BYTES + step * 64);
+      UNROLL_FOR (int n = 0; n < 2; n++)
+        UNROLL_FOR (int x = 0; x < 4; x++)
+          if (Layout::row_index(n, x) == y) hidden[n][x] = widths.of[Layout::width_index(n, x)];
     }
   }
 
-  // Positions of rows g and g + 8 if each row has its own edges: relative to the rows' documents and, with gates, to
-  // the columns that they see.
+  // Positions of a lane's rows if each row has its own edges: relative to the rows' documents and, with gates, to the
+  // columns that they see.
   struct Places {
-    i32 of_row[2];    // row of E
-    i32 document[2];  // column at which the row's document begins
-    i32 row[2];       // row of the chunk
-    i32 first[2];     // GATED: first and last column that the row sees
-    i32 last[2];
+    i32 of_row[Layout::ROWS];    // row of E
+    i32 document[Layout::ROWS];  // column at which the row's document begins
+    i32 row[Layout::ROWS];       // row of the chunk
+    i32 first[Layout::ROWS];     // GATED: first and last column that the row sees
+    i32 last[Layout::ROWS];
   };
   static KERNEL_CODE void find_places(Places& places, const ScoreInputs& in, int first_row) {
-    i32 g = lane_id() / 4;
-    UNROLL_FOR (int r = 0; r < 2; r++) {
-      places.row[r] = g + (first_row + 8 * r);
+    UNROLL_FOR (int r = 0; r < Layout::ROWS; r++) {
+      places.row[r] = Layout::find_row(r) + first_row;
       i32 row = minimum(places.row[r], i32(in.rows - 1));
       places.document[r] = in.find_lanes_document(row);
       if constexpr (G::GATED) {
@@ -84,17 +75,19 @@ struct Tables {
       place = select(is_at_begin(places, r, column), i32(column + G::PADDING) - places.first[r],
                      i32(column + 3 * G::PADDING - 1) - places.last[r]);
     place = minimum(maximum(place, i32(0)), i32(G::EDGE - 1));
-    return row * EDGE_BYTES + place * COLUMN_BYTES + lane_id() % 4 * 16 + step * 64;
+    return row * EDGE_BYTES + place * COLUMN_BYTES + Layout::locate_widths() + step * 64;
   }
   // Replaces the hidden values at edges by those of E.
   static KERNEL_CODE void select_edge(f32 (&hidden)[2][4], const void* edge, const Places& places, int column,
                                       int step) {
-    UNROLL_FOR (int r = 0; r < 2; r++) {
-      Words<4> v = load_global<4>(address(edge, locate_edge(places.of_row[r], places, r, column, step)), 0);
-      UNROLL_FOR (int x = 0; x < 4; x++) {
-        f32& value = hidden[x / 2][2 * r + x % 2];
-        value = select(is_at_edge(places, r, column), as_f32(v.x[x]), value);
-      }
+    UNROLL_FOR (int r = 0; r < Layout::ROWS; r++) {
+      typename Layout::Widths widths =
+          Layout::load(address(edge, locate_edge(places.of_row[r], places, r, column, step)), 0);
+      UNROLL_FOR (int n = 0; n < 2; n++)
+        UNROLL_FOR (int x = 0; x < 4; x++)
+          if (Layout::row_index(n, x) == r)
+            hidden[n][x] =
+                select(is_at_edge(places, r, column), widths.of[Layout::width_index(n, x)], hidden[n][x]);
     }
   }
 
@@ -108,32 +101,46 @@ struct Tables {
     }
   }
 
-  // U at the 23 distances between a run's columns and a row tile's rows, as B fragments of exchange numbers. A product
+  // U at the 23 distances between a run's columns and a row tile's rows, as operands of exchange numbers. A product
   // with a shifted identity selects the rows' distances at a column. It replaces 16 loads, whose distances differ by
-  // one from column to column.
+  // one from column to column. By rows, the operands are B fragments of 16 and of 8 distances; by widths, A fragments
+  // of the 15 distances of either half of the rows.
+  template <int COUNT>
   struct Distances {
-    Words<4> near[STEPS], far[STEPS];  // per 16 widths of a slice: words of two n-tiles and two groups of 8 distances
+    u32 operand[COUNT][2][4];
   };
-  // The table is [groups, widths / 16, 32 lanes, 2 n-tiles, 2 groups]. `group` contains the distance of row 0 and
-  // column 7.
-  static KERNEL_CODE void load_distances(Distances& u, const void* table, int group, int slice) {
+  // Loads COUNT steps of 16 widths. The table is [groups, widths / 16, 32 lanes, 2 n-tiles, 2 groups]; a lane has the
+  // words of two n-tiles and two groups of 8 distances. `group` contains the distance of row 0 and column 7.
+  template <int COUNT>
+  static KERNEL_CODE void load_distances(Distances<COUNT>& u, const void* table, int group, int first_step) {
     constexpr int GROUP_BYTES = G::WIDTH * 32;
-    Address at = advance(address(table, lane_id() * 16), (long long)group * GROUP_BYTES);
-    UNROLL_FOR (int step = 0; step < STEPS; step++) {
-      u.near[step] = load_global<4>(at, (slice * STEPS + step) * 512);
-      u.far[step] = load_global<4>(at, 2 * GROUP_BYTES + (slice * STEPS + step) * 512);
-    }
+    Address at = advance(address(table, lane_id() * 16), (long long)group * GROUP_BYTES + first_step * 512);
+    UNROLL_FOR (int step = 0; step < COUNT; step++)
+      UNROLL_FOR (int part = 0; part < 2; part++) {
+        Words<4> v = load_global<4>(at, (BY_WIDTHS ? part : 2 * part) * GROUP_BYTES + step * 512);
+        UNROLL_FOR (int x = 0; x < 4; x++)
+          u.operand[step][part][x] = BY_WIDTHS ? settle(v.x[x % 2 * 2 + x / 2]) : v.x[x];
+      }
   }
-  static KERNEL_CODE void begin_hidden(f32 (&hidden)[G::N_TILES][4], const Distances& u, int column) {
+  // Initializes the hidden values of all steps at a column of the run.
+  template <int COUNT>
+  static KERNEL_CODE void begin_hidden(f32 (*hidden)[4], const Distances<COUNT>& u, int column, int first_step = 0,
+                                       int steps = COUNT) {
     i32 lane = lane_id(), bits = (lane / 4 - lane % 4 * 2 + (7 - column)) * 16;  // from word t to the 1 of row g
     // The compiler cannot tell that these operands are equal or zero. Otherwise it would copy them for every product.
     const u32 one = u32(0x3c00u), zero = shift_left(one, bits + 1024), same = one + zero;
-    const u32 shift[4] = {shift_left(one, bits), zero, shift_left(one, bits - 128), shift_left(same, bits)};
-    const u32 high = shift_left(same, bits - 128);
-    UNROLL_FOR (int n = 0; n < G::N_TILES; n++) {
-      const int first = n % 2 * 2;
-      mma_exchange_from_zero(hidden[n], shift, u.near[n / 2].x[first], u.near[n / 2].x[first + 1]);
-      if (column < 7) mma_exchange_k8(hidden[n], zero, high, u.far[n / 2].x[first]);
+    if constexpr (BY_WIDTHS) {
+      const u32 near = shift_left(one, bits), far = shift_left(one, bits - 128);
+      UNROLL_FOR (int n = 0; n < 2 * steps; n++)
+        mma_exchange_from_zero(hidden[n], u.operand[first_step + n / 2][n % 2], near, far);
+    } else {
+      const u32 shift[4] = {shift_left(one, bits), zero, shift_left(one, bits - 128), shift_left(same, bits)};
+      const u32 high = shift_left(same, bits - 128), none = shift_left(same, bits + 1024);
+      UNROLL_FOR (int n = 0; n < 2 * steps; n++) {
+        const u32(&near)[4] = u.operand[first_step + n / 2][0];
+        mma_exchange_from_zero(hidden[n], shift, near[n % 2 * 2], near[n % 2 * 2 + 1]);
+        if (column < 7) mma_exchange_k8(hidden[n], none, high, u.operand[first_step + n / 2][1][n % 2 * 2]);
+      }
     }
   }
 };
