@@ -135,12 +135,13 @@ def test_exceeded_limits_are_named_and_fail(
 
 def test_miscompiled_launched_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(name: str, arch: int, text: str) -> SimpleNamespace:
-        return SimpleNamespace(metadata=SimpleNamespace(name=name, target=SimpleNamespace(arch=arch)), text=text)
+        metadata = SimpleNamespace(name=name, target=SimpleNamespace(arch=arch))
+        return SimpleNamespace(metadata=metadata, asm={"cubin": text.encode()})
 
     right, wrong = "        /*0000*/ UMOV UR4, 0x1 ;\n", "        /*0000*/ UMOV UR4, UR5 ;\n"
     programs = [program("a", 90, wrong), program("b", 90, right), program("c", 80, wrong), program("a", 90, wrong)]
     monkeypatch.setattr(compiler, "list_compiled_kernels", lambda: programs)
-    monkeypatch.setattr(compiler, "disassemble", lambda code: code.text)
+    monkeypatch.setattr(compiler, "disassemble", bytes.decode)
     assert compiler.list_miscompiled_kernels() == ["a"]
 
 

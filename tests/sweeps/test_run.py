@@ -364,7 +364,7 @@ def test_differences_are_stated_without_published_numbers(trainer: Trainer) -> N
             "{source: x, train_length: 8, lengths: [8], rows: {rotery: [1.0]}}",
             "'rotery' is not a variant of this sweep",
         ),
-        ("{source: x, train_length: 8, lengths: [8], rows: {rotary: [1.0, 2.0]}}", "2 values for 1 lengths"),
+        ("{source: x, train_length: 8, lengths: [8], rows: {rotary: [1.0, 2.0]}}", "2 values for 1 length"),
         ("{source: x, train_length: 8, lengths: [8], metric: ppl, rows: {rotary: [1.0]}}", "'ppl' is not a metric"),
     ],
 )

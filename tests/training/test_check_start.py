@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], dict[str, object]], str]] = {
         },
         "has token 300, but tokenizer bytes has only 257 tokens",
     ),
-    "short text": (lambda corpus, folder: {"seq_length": 8192}, "one sample of seq_length 8192 needs 8193"),
+    "short text": (lambda corpus, folder: {"seq_length": 8192}, "one sample of seq_length 8,192 needs 8,193"),
     "documents": (
         lambda corpus, folder: {
             "train_data_paths": [write_other_tokens(folder / "joined", 1)],
@@ -261,7 +261,7 @@ def test_a_dry_run_checks_without_a_known_number_of_gpus(corpus: Path, tmp_path:
     config = tiny_config(corpus, tmp_path / "a", device="cuda")
     notes = launch(config, dry=True)
     assert any(note.startswith("not checked: facts known only on the training") for note in notes)
-    with pytest.raises(UserError, match="one sample of seq_length 8192"):
+    with pytest.raises(UserError, match="one sample of seq_length 8,192"):
         launch(config.replace(seq_length=8192), dry=True)
 
 

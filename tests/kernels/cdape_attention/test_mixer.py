@@ -282,7 +282,7 @@ ONE_TOKEN_DOCUMENTS = Shape(1, 16, 32, 16, 0, None, frozenset(range(1, 16)))
 
 def find_fault_shape(name: str) -> Shape:
     if name in FAULTS or name in SLICE_FAULTS:
-        return Shape(1, 16, 32, 64, 0)
+        return Shape(1, 16, 32, 96, 0)  # the middle of three tiles has no masks
     return ONE_TOKEN_DOCUMENTS if name.endswith("document") else LOCAL_FAULT_SHAPE
 
 
