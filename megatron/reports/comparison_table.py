@@ -100,12 +100,9 @@ class Change:
     @property
     def is_negligible(self) -> bool:
         """True if the change holds although its interval excludes no change, because it is negligible."""
-        neutral = self.metric.neutral_change
-        return (
-            self.verdict == "holds"
-            and self.interval is not None
-            and not (self.interval[0] <= neutral <= self.interval[1])
-        )
+        if self.verdict != "holds" or self.interval is None:
+            return False
+        return not self.interval[0] <= self.metric.neutral_change <= self.interval[1]
 
     def format_relative(self, change: float) -> str:
         """Format the mean, or an end of the interval, as a distance from no change.
