@@ -88,7 +88,7 @@ def load_config(
 
 def _describe_published_keys(loaded: LoadedConfig) -> Iterator[str]:
     """Yield a note for each method that lacks keys of its file, such as FoX with parameters shared by all layers."""
-    for method, keys in method_names.find_published_keys(loaded.config, loaded.layers.values).items():
+    for method, keys in method_names.find_missing_published_keys(loaded.config, loaded.layers.values).items():
         pairs = ", ".join(f"{key}: {format_value(value)}" for key, value in keys.items())
         yield (
             f"configs/position/{method}.yml, which defines {method} as published, also sets {pairs}; add that file, or "

@@ -112,7 +112,7 @@ def list_overlays() -> list[str]:
     return sorted(path.stem for path in (SHIPPED_CONFIGS / "position").glob("*.yml"))
 
 
-def find_published_keys(config: Config, set_keys: Container[tuple[str, ...]]) -> dict[str, dict[str, Any]]:
+def find_missing_published_keys(config: Config, set_keys: Container[tuple[str, ...]]) -> dict[str, dict[str, Any]]:
     """Find the keys that methods have as published, and a configuration neither has nor sets, by method.
 
     The file of a method in configs/position defines it as published.

@@ -251,7 +251,7 @@ def build_single_process_groups() -> ProcessGroups:
         RunError: this process shares layers with others.
     """
     if not parallel_state.model_parallel_is_initialized():
-        with _replace_default_group(_get_lone_group()):
+        with _replace_default_group(_get_single_process_group()):
             _make_groups(ParallelSizes())
     if (existing := _get_existing_sizes()) != (alone := ParallelSizes(data=existing.data)):
         raise RunError(f"this process already belongs to another mesh: {existing}, not {alone}")
@@ -263,20 +263,20 @@ def provide_default_group() -> AbstractContextManager[None]:
 
     It is the group of `build_single_process_groups` if the process has those groups, and else the existing one.
     """
-    return _replace_default_group(_get_lone_group()) if _has_lone_groups() else nullcontext()
+    return _replace_default_group(_get_single_process_group()) if _has_single_process_groups() else nullcontext()
 
 
 @cache
-def _get_lone_group() -> dist.ProcessGroup:
+def _get_single_process_group() -> dist.ProcessGroup:
     """Return a group of this process alone. It has no backend, because layers on one rank do not communicate."""
     return dist.ProcessGroup(dist.HashStore(), 0, 1)
 
 
-def _has_lone_groups() -> bool:
+def _has_single_process_groups() -> bool:
     """Return True if megatron-core's groups are those of `build_single_process_groups`."""
     if not parallel_state.model_parallel_is_initialized():
         return False
-    return parallel_state.get_tensor_model_parallel_group() is _get_lone_group()
+    return parallel_state.get_tensor_model_parallel_group() is _get_single_process_group()
 
 
 @contextmanager
@@ -402,7 +402,7 @@ def _reuse_world_group() -> Iterator[None]:
 
 def _make_groups(sizes: ParallelSizes) -> None:
     """Create megatron-core's groups, which are global: once, and never for another mesh."""
-    if _has_lone_groups():  # a model of this process alone was built before; it keeps its groups
+    if _has_single_process_groups():  # a model of this process alone was built before; it keeps its groups
         parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         with _reuse_world_group():

@@ -144,7 +144,7 @@ def _print_dry_run(
         *loaded.layers.replacements,
         *describe_other_contents(loaded.config.checkpoint.save),
         *check.describe_start(),
-        *check.describe_groups(),
+        *check.describe_parameter_groups(),
         *(() if check.machines.is_here else check.describe_unchecked()),
         *suggest_rehearsal(resolved, loaded.arguments),
     )

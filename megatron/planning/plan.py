@@ -98,7 +98,7 @@ PUBLISHED_TIME_RATIOS = (0.89, 1.56)
 """Range of published over estimated step times: the inverse of Pythia's ratios in docs/planning.md, 1.12 to 0.64."""
 
 
-def estimate_step_seconds(
+def estimate_step_time_range(
     planned: PlannedModel, sizes: ParallelSizes, vocab_size: int, cluster: Cluster, *, backend: str | None = None
 ) -> tuple[float, float]:
     """Return the expected range of step times, in seconds.

@@ -20,7 +20,7 @@ from megatron.planning.attention_memory import ATTENTION_MEMORY
 from megatron.planning.memory_estimate import estimate_memory
 from megatron.planning.model_costs import plan_model
 from megatron.planning.parallel_layouts import build_configured_layout
-from megatron.planning.plan import estimate_step_seconds
+from megatron.planning.plan import estimate_step_time_range
 from megatron.planning.step_time import Cluster
 from megatron.rehearsal.rehearse import RESUME, TRAIN, RankTrace, Rehearsal
 from megatron.rehearsal.rehearsed_run import STEPS
@@ -155,7 +155,7 @@ class RehearsalReport:
         except FarfieldError:
             return None
         backend = _get_planned_backend(self.attention)
-        return estimate_step_seconds(layout.planned, layout.sizes, run.vocab_size, cluster, backend=backend)
+        return estimate_step_time_range(layout.planned, layout.sizes, run.vocab_size, cluster, backend=backend)
 
     def summarize_collectives(self, rank: int) -> list[CollectiveSummary]:
         """Summarize a rank's NCCL calls in training by group, operation and type.

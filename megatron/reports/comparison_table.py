@@ -360,7 +360,7 @@ def _build_comparison_table(
         x: [mean for (method, cell_x), mean in means.items() if cell_x == x and method not in trivial_baselines]
         for x in x_values
     }
-    best = {x: metric.find_winner(values) for x, values in competing_means.items()}
+    best = {x: metric.find_best(values) for x, values in competing_means.items()}
     max_seeds = _count_max_seeds(latest.values())
     cells = {
         (method, x): Cell(

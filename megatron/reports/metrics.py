@@ -86,7 +86,7 @@ class Metric:
     def select_best(self, values: Iterable[float]) -> float:
         return min(values) if self.better == "lower" else max(values)
 
-    def find_winner(self, values: Collection[float]) -> float | None:
+    def find_best(self, values: Collection[float]) -> float | None:
         """Return the best value, or None if all values are equal, because then none is better than another."""
         return self.select_best(values) if len(set(values)) > 1 else None
 

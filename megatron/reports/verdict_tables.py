@@ -77,7 +77,7 @@ def _build_train_length_table(tables: Sequence[ComparisonTable]) -> TextTable:
         for (method, x), cell in table.cells.items():
             if method not in table.trivial_baselines:
                 means.setdefault(x, []).append(cell.mean)
-    best = {x: metric.find_winner(values) for x, values in means.items()}
+    best = {x: metric.find_best(values) for x, values in means.items()}
     max_seeds = max(table.max_seeds for table in ordered)
 
     def format_cell(table: ComparisonTable, method: str, x: float) -> str:

@@ -26,7 +26,7 @@ from megatron.sweeps.remaining_work import (
 from megatron.sweeps.results import (
     REPORT_FILE,
     compute_member_digest,
-    has_saved_file,
+    has_saved_records,
     list_members_of_other_parts,
     load_saved_outcome,
 )
@@ -77,7 +77,7 @@ def check_sweep(sweep: Sweep, console: Console | None, *, retry_failed: bool = F
                 check_member_starts(begins, in_queue=False, may_download=False)
         else:
             log(f"note: the data are not checked, because the sweep first prepares the corpus {corpus.folder}")
-            unmatched = {member for member in sweep.members if member not in done and has_saved_file(sweep, member)}
+            unmatched = {member for member in sweep.members if member not in done and has_saved_records(sweep, member)}
             if unmatched:
                 have = "has" if len(unmatched) == 1 else "have"
                 log(

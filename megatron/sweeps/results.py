@@ -218,7 +218,7 @@ def check_records_folder(sweep: Sweep) -> None:
         make_folder("sweep.records", Path(sweep.options.records))
 
 
-def has_saved_file(sweep: Sweep, member: SweepMember) -> bool:
+def has_saved_records(sweep: Sweep, member: SweepMember) -> bool:
     """Return True if a member has a file of saved records, which may be of another training or evaluation."""
     path = _get_path(sweep, member)
     return path is not None and path.exists()

@@ -34,7 +34,7 @@ from megatron.checkpoint.layout import get_checkpoint_path
 from megatron.config.config_layers import COMMAND_LINE, ConfigLayers
 from megatron.config.execution import ResolvedRun
 from megatron.config.load import find_config, merge_documents, split_override
-from megatron.config.method_names import find_published_keys, list_processor_values
+from megatron.config.method_names import find_missing_published_keys, list_processor_values
 from megatron.config.position_overrides import list_overrides
 from megatron.config.schema import Config, KeyPath
 from megatron.config.stages import list_stage_configs
@@ -236,7 +236,7 @@ def _describe_unpublished_methods(members: Sequence[SweepMember]) -> Iterator[st
     """Yield a note on the methods that lack keys of their files, unless there are none."""
     found: dict[str, dict[str, Any]] = {}
     for member in {member.variant: member for member in members}.values():
-        found |= find_published_keys(member.config, member.layers.values)
+        found |= find_missing_published_keys(member.config, member.layers.values)
     if found:
         keys = ", ".join(dict.fromkeys(key for missing in found.values() for key in missing))
         yield (

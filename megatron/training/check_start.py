@@ -244,7 +244,7 @@ class StartCheck:
             )
         return lines
 
-    def describe_groups(self) -> tuple[str, ...]:
+    def describe_parameter_groups(self) -> tuple[str, ...]:
         """Return lines with the algorithm of each parameter group."""
         from megatron.training.optimizer import describe_parameter_groups  # importing torch takes seconds
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.method_names import find_published_keys
+from megatron.config.method_names import find_missing_published_keys
 from megatron.options.position import SOFTMAX_TYPES, PositionOptions
 from megatron.position.registry import list_encodings, list_processors, list_temperatures
 from megatron.sweeps.spec import find_ablations, read_sweep
@@ -161,7 +161,7 @@ def test_zoo_has_every_method_at_one_budget_and_all_its_questions() -> None:
     texts = [member for member in zoo.members if member.benchmark is None]
     positions = {member.variant: member.config.position for member in texts}
     unpublished = {
-        member.variant: find_published_keys(member.config, member.layers.values)
+        member.variant: find_missing_published_keys(member.config, member.layers.values)
         for member in texts
         if member.variant in list_encodings()
     }

@@ -12,8 +12,8 @@ kernel whose programs compute several products, the loops of all are counted.
 
 Two other units are counted next to the issue of instructions, in the same clocks. The load/store unit passes 128 bytes
 per clock; equal addresses in a warp are counted separately, and bank conflicts are not counted. A transpose of 8 × 8
-numbers in registers counts as 128 bytes. The tensor cores do
-2,048 (sm_80) or 4,096 (sm_90) half-precision operations per clock (NVIDIA A100 and H100 whitepapers).
+numbers in registers counts as 128 bytes. The tensor cores do 2,048 (sm_80) or 4,096 (sm_90) half-precision operations
+per clock (NVIDIA A100 and H100 whitepapers).
 
 `kernels/OP/aot_configs.py` lists the kernels of a step (`list_passes(arch) -> dict[str, list[PassKernel]]`: the op's
 forward and backward pass, by what it computes). CUDA C++ kernels need NVRTC, which torch's CUDA wheels include.

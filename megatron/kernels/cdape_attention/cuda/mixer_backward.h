@@ -34,8 +34,8 @@ struct MixerBackward {
   static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, NUM_THREADS = 32 * G::WARPS, BLOCKS_PER_SM = 8 / G::WARPS;
   static constexpr float SLOPE = 0.01f;
   // Registers hold the weights of a slice of the width: 32 widths; 16 with more than three taps, or for dS of more than
-  // 32 widths; 8 with seven taps if they also hold gradients of the weights. The slices' contributions to dS are summed. Each slice has its own
-  // gradients of weights, computed by its own blocks.
+  // 32 widths; 8 with seven taps if they also hold gradients of the weights. The slices' contributions to dS are
+  // summed. Each slice has its own gradients of weights, computed by its own blocks.
   static constexpr bool HAS_NARROW_SLICES = PADDING > 1 || (SCORES && G::WIDTH > 32);
   static constexpr int N_TILES = PADDING > 2 && WEIGHTS ? 1 : HAS_NARROW_SLICES ? 2 : 4;
   static constexpr int SLICES = G::WIDTH / (8 * N_TILES);
