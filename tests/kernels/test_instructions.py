@@ -11,8 +11,8 @@ from tools.bench.instructions import (
     Instruction,
     count_loads,
     count_memory_clocks,
-    count_operations,
     count_spills,
+    count_tensor_clocks,
     select_instructions,
 )
 
@@ -118,12 +118,12 @@ def test_load_store_and_tensor_clocks_follow_from_widths_and_sizes() -> None:
     texts += ["FADD R1, R1, R2", "MOVM.16.MT88 R4, R5"]
     instructions = [Instruction(16 * index, text, None) for index, text in enumerate(texts)]
     assert count_memory_clocks(instructions) == 1 + 2 + 4 + 4 + 1 + 4 + 1 + 1
-    products = [
-        Instruction(0, "HMMA.16816.F32.BF16 R4, R8, R10, R4", None),
-        Instruction(16, "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", None),
-    ]
-    assert count_operations(products[:1]) == 2 * 16 * 8 * 16
-    assert count_operations(products[1:]) == 2 * 64 * 128 * 16 // 4  # a quarter of the warp group's
+    single = [Instruction(0, f"HMMA.{size}.F32.BF16 R4, R8, R10, R4", None) for size in ("16816", "1688", "16816")]
+    assert (count_tensor_clocks(single, 80), count_tensor_clocks(single, 90)) == (8 + 4 + 8, 6 + 4 + 6)
+    group = [Instruction(16, "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24", None)]
+    assert count_tensor_clocks(group, 90) == 2 * 64 * 128 * 16 / 4096  # on all four tensor cores
+    with pytest.raises(KeyError):
+        count_tensor_clocks([Instruction(0, "HMMA.16832.F32 R4, R8, R10, R4", None)], 90)
 
 
 def test_a_kernel_without_a_loop_is_rejected() -> None:

@@ -58,8 +58,9 @@ def test_the_page_has_the_memory_of_trainings_beside_the_plan() -> None:
 def test_the_page_has_goals_counters_rates_and_evidence() -> None:
     result = build_result(100.0)
     counted = {"op": "counters", "peer": "cdape", "B": 32, "H": 16, "T": 512, "d": 64}
+    stalls = {"wait": 2.5, "selected": 1.0, "barrier": 0.75, "drain": 0.01, "no_instruction": 3.25}
     kernels = [
-        {**counted, "kernel": "forward", "ns": 5000.0, "issued_clocks": 4.5, "load_store_clocks": 6.0},
+        {**counted, "kernel": "forward", "issued_clocks": 4.5, "load_store_clocks": 6.0, "stalls": stalls},
         {**counted, "kernel": "backward", "ns": 9000.0, "issued_clocks": 13.0, "load_store_clocks": 16.5},
     ]
     rate = {"op": "instruction_rate", "peer": "movmatrix", "warps": 8, "clocks": 4.01}
@@ -72,6 +73,7 @@ def test_the_page_has_goals_counters_rates_and_evidence() -> None:
     page = render_visit(result, None)
     assert "| 17.5 in 2 kernels | ≤ 17 | not met |" in page
     assert "| 22.5 in 2 kernels | ≤ 23 | met |" in page
+    assert "| no_instruction 3.25, wait 2.50, selected 1.00, barrier 0.75 |" in page
     assert "| movmatrix | 4.01 |" in page
     assert "| fox | 9.50 | 8.25 | 99 (120) |" in page
     assert "not measured: not run" in page

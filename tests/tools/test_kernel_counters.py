@@ -18,6 +18,7 @@ LONG = """==PROF== Connected to process 1
 "0","1","_fwd(float, int)","smsp__inst_issued.sum","inst","800"
 "1","1","_bwd","gpu__time_duration.sum","ns","4,096"
 "1","1","_bwd","smsp__inst_issued.sum","inst","n/a"
+"1","1","_bwd","smsp__average_warps_issue_stalled_no_instruction_per_issue_active.ratio","","1.25"
 """
 WIDE = """"ID","Kernel Name","gpu__time_duration.sum","smsp__inst_issued.sum"
 "","","ns","inst"
@@ -68,12 +69,14 @@ def test_both_forms_of_output_have_the_same_kernels() -> None:
         first, second = read_counters(text)
         assert first == {"kernel": "_fwd(float, int)", "ns": 2048.0, "issued": 800.0}
         assert (second["kernel"], second["ns"], second.get("issued")) == ("_bwd", 4096.0, issued)
+        assert second.get("stalls") == ({"no_instruction": 1.25} if text == LONG else None)
 
 
 def test_counts_are_given_per_causal_score_position() -> None:
-    kernel = {"kernel": "k", "issued": 800.0, "load_store": 60.0, "bytes": 400.0}
+    kernel = {"kernel": "k", "issued": 800.0, "load_store": 60.0, "bytes": 400.0, "l2_bytes": 1400.0}
     found = summarize_kernel(kernel, PROBLEM)  # 2 sequences of 4 · 5 / 2 positions, four schedulers
     assert (found["issued_clocks"], found["load_store_clocks"], found["bytes_per_position"]) == (10.0, 3.0, 20.0)
+    assert found["l2_bytes_per_position"] == 70.0
     assert "shared_wavefronts_clocks" not in found
 
 
@@ -84,7 +87,8 @@ def test_kernels_are_recorded(run_with_ncu: Callable[..., list[dict[str, Any]]])
 
 
 def test_an_unknown_counter_leaves_the_others(run_with_ncu: Callable[..., list[dict[str, Any]]]) -> None:
-    assert len(run_with_ncu(LONG, known=",".join(kernel_counters.FEWER_METRICS))) == 2
+    for known in (kernel_counters.METRICS, kernel_counters.FEWER_METRICS):
+        assert len(run_with_ncu(LONG, known=f'"--metrics {",".join(known)} "')) == 2
     (record,) = run_with_ncu(LONG, known="no_such_word")
     assert "Failed to find metric" in record["refusal"]
 

@@ -12,8 +12,9 @@ kernel whose programs compute several products, the loops of all are counted.
 
 Two other units are counted next to the issue of instructions, in the same clocks. The load/store unit passes 128 bytes
 per clock; equal addresses in a warp are counted separately, and bank conflicts are not counted. A transpose of 8 × 8
-numbers in registers counts as 128 bytes. The tensor cores do 2,048 (sm_80) or 4,096 (sm_90) half-precision operations
-per clock (NVIDIA A100 and H100 whitepapers).
+numbers in registers counts as 128 bytes. The tensor cores do 2,048 (sm_80) or, in products of warp groups, 4,096
+(sm_90) half-precision operations per clock (NVIDIA A100 and H100 whitepapers). Products of single warps are slower on
+sm_90: ptxas leaves six clocks between two products of 16 × 8 × 16, and four if the depth is 8.
 
 `kernels/OP/aot_configs.py` lists the kernels of a step (`list_passes(arch) -> dict[str, list[PassKernel]]`: the op's
 forward and backward pass, by what it computes). CUDA C++ kernels need NVRTC, which torch's CUDA wheels include.
@@ -47,10 +48,16 @@ INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
 LABEL = re.compile(r"^\s*(\.L_[\w.]+):")
 MATRIX_PRODUCT = re.compile(r"\bH?G?MMA\b")
 """Matrix products: HMMA on sm_80, HGMMA on sm_90."""
-MATRIX_SIZE = re.compile(r"\bHMMA\.(\d\d)(\d)(\d+)\b|\bHGMMA\.(\d+)x(\d+)x(\d+)")
-"""Rows, columns and depth of a product: HMMA.16816 or HGMMA.64x64x16."""
-TENSOR_OPERATIONS = {80: 2048, 90: 4096}
-"""Half-precision operations of a multiprocessor's tensor cores per clock."""
+WARP_PRODUCT = re.compile(r"\bHMMA\.(\d+)\b")
+WARP_PRODUCT_CLOCKS = {80: {"16816": 8, "1688": 4}, 90: {"16816": 6, "1688": 4}}
+"""Clocks of a scheduler's tensor core for a product of 16 × 8 × 16 or 16 × 8 × 8, by architecture.
+
+They are the smallest distances between two such products in the control codes that ptxas writes.
+"""
+GROUP_PRODUCT = re.compile(r"\bHGMMA\.(\d+)x(\d+)x(\d+)")
+"""Rows, columns and depth of a warp group's product, as in HGMMA.64x64x16."""
+GROUP_OPERATIONS = 1024
+"""Half-precision operations per clock of a scheduler's tensor core in a warp group's product on sm_90."""
 MEMORY_ACCESS = re.compile(r"^(?:@!?U?P\w+ )?(LDS|STS|LDG|STG|LDGSTS|LDL|STL|LDSM|STSM|MOVM|ATOM\w*|RED)\b(\S*)")
 BARRIER = re.compile(r"\bBAR\.")
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_[\w.]+)\)")
@@ -183,13 +190,15 @@ def count_memory_clocks(instructions: Iterable[Instruction]) -> int:
     return total
 
 
-def count_operations(instructions: Iterable[Instruction]) -> int:
-    """Count the operations of matrix products, 2 per multiplication, for a warp (a quarter of a warp group's)."""
-    total = 0
+def count_tensor_clocks(instructions: Iterable[Instruction], arch: int) -> float:
+    """Count the clocks of a scheduler's tensor core for a warp's matrix products."""
+    total = 0.0
     for x in instructions:
-        if (size := MATRIX_SIZE.search(x.text)) is not None:
-            m, n, k, *group = (int(number) for number in size.groups(default="0"))
-            total += 2 * (m * n * k or group[0] * group[1] * group[2] // 4)
+        if (product := WARP_PRODUCT.search(x.text)) is not None:
+            total += WARP_PRODUCT_CLOCKS[arch][product[1]]
+        elif (group := GROUP_PRODUCT.search(x.text)) is not None:
+            rows, columns, depth = map(int, group.groups())
+            total += 2 * rows // 4 * columns * depth / GROUP_OPERATIONS  # a warp has a quarter of the rows
     return total
 
 
@@ -237,7 +246,7 @@ def count_kernel(kernel: PassKernel, arch: int) -> KernelCounts:
     return KernelCounts(
         clocks=len(chosen) * per_score / SCHEDULERS,
         memory_clocks=count_memory_clocks(chosen) * per_score,
-        tensor_clocks=count_operations(chosen) * per_score / TENSOR_OPERATIONS[arch],
+        tensor_clocks=count_tensor_clocks(chosen, arch) * per_score / SCHEDULERS,
         barriers=sum(BARRIER.search(x.text) is not None for x in chosen),
         spills=count_spills(chosen),
         shared_bytes=shared_bytes,

@@ -5,10 +5,11 @@
 
 The tool runs itself under ncu with one forward and backward pass of CDAPE's attention and of attention with a learned
 bias, at the shapes of the 350M model. The record of a kernel contains its time, all instructions, instructions of the
-load/store and tensor pipes, wavefronts of shared memory, those caused by bank conflicts, and bytes of device memory.
+load/store and tensor pipes, wavefronts of shared memory, those caused by bank conflicts, bytes of the L2 cache and of
+device memory, and why warps wait: the clocks between two instructions of a warp, by reason.
 Counts are also given in clocks of a multiprocessor per causal score position: issue slots divided by four schedulers,
 wavefronts by one pipe.
-`tools/bench/instructions.py` predicts these numbers.
+`tools/bench/instructions.py` predicts these numbers, without the reasons.
 
 If ncu is missing, or the driver does not permit counters, the tool prints and records the reason, and exits with 0.
 """
@@ -52,10 +53,22 @@ METRICS = {
     "sm__inst_executed_pipe_tensor.sum": "tensor",
     "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum": "shared_wavefronts",
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum": "shared_conflicts",
+    "lts__t_bytes.sum": "l2_bytes",
     "dram__bytes.sum": "bytes",
     "launch__registers_per_thread": "registers",
 }
 """Record fields by the names of ncu's counters."""
+STALLS = {
+    f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio": reason
+    for reason in (
+        *("selected", "not_selected", "wait", "math_pipe_throttle", "short_scoreboard", "long_scoreboard", "barrier"),
+        *("mio_throttle", "lg_throttle", "no_instruction", "imc_miss", "dispatch_stall", "branch_resolving", "drain"),
+    )
+}
+"""Reasons for which a warp does not issue, by the names of ncu's counters (Kernel Profiling Guide, warp stall reasons).
+
+`no_instruction` is a miss of the instruction cache, `wait` a fixed latency, and `math_pipe_throttle` a busy pipe.
+"""
 FEWER_METRICS = ("gpu__time_duration.sum", "sm__cycles_elapsed.max", "smsp__inst_issued.sum", "dram__bytes.sum")
 """Counters that every version supports, used if one of the others is unknown."""
 FOLDERS = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")
@@ -102,10 +115,13 @@ def read_counters(text: str) -> Iterator[dict[str, Any]]:
             continue
         kernel = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
         named = {row["Metric Name"]: row["Metric Value"]} if "Metric Name" in row else row
-        for metric, field in METRICS.items():
-            if metric in named:
-                with suppress(ValueError):  # "n/a": this GPU does not have the counter
-                    kernel[field] = float(named[metric].replace(",", ""))
+        for metric in [*METRICS, *STALLS]:
+            with suppress(KeyError, ValueError):  # "n/a": this GPU does not have the counter
+                value = float(named[metric].replace(",", ""))
+                if metric in STALLS:
+                    kernel.setdefault("stalls", {})[STALLS[metric]] = value
+                else:
+                    kernel[METRICS[metric]] = value
     yield from kernels.values()
 
 
@@ -113,7 +129,7 @@ def count_problem(problem: dict[str, Any], ncu: str, seconds: int) -> list[dict[
     """Return the records of a problem's kernels, or a single record with the reason why there are none."""
     head = {"op": "counters", "peer": problem["op"], **{x: problem[y] for x, y in zip("BHTd", SIZES, strict=True)}}
     reason = "no output"
-    for metrics in (tuple(METRICS), FEWER_METRICS):
+    for metrics in ((*METRICS, *STALLS), tuple(METRICS), FEWER_METRICS):
         command = [
             *(ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--target-processes", "all"),
             *("--metrics", ",".join(metrics), sys.executable, str(Path(__file__).resolve())),
@@ -143,8 +159,9 @@ def summarize_kernel(kernel: dict[str, Any], problem: dict[str, Any]) -> dict[st
     for field, units in (("issued", SCHEDULERS), ("load_store", 1), ("shared_wavefronts", 1)):
         if field in kernel:
             found[f"{field}_clocks"] = round(kernel[field] / units / positions, 3)
-    if "bytes" in kernel:
-        found["bytes_per_position"] = round(kernel["bytes"] / positions, 3)
+    for field in ("bytes", "l2_bytes"):
+        if field in kernel:
+            found[f"{field}_per_position"] = round(kernel[field] / positions, 3)
     return found
 
 

@@ -15,9 +15,12 @@ COUNTERS = {
     "issued_clocks": "issue",
     "load_store_clocks": "load/store",
     "shared_wavefronts_clocks": "shared memory",
+    "l2_bytes_per_position": "L2 bytes",
     "bytes_per_position": "bytes",
 }
-"""Column headings by field of a kernel's counters; the last four are per causal score position."""
+"""Column headings by field of a kernel's counters; the last five are per causal score position."""
+SHOWN_STALLS = 4
+"""Number of a kernel's reasons for waiting on the page."""
 
 Measurement = tuple[str, tuple[Any, ...]]
 
@@ -86,11 +89,22 @@ def list_counter_lines(result: dict[str, Any]) -> list[str]:
     counted = [r for r in result["parts"].get("counters", {}).get("records", ()) if "kernel" in r]
     if counted:
         cells = [
-            [record["peer"], f"`{record['kernel'][:60]}`", *(_format(record.get(field), "g") for field in COUNTERS)]
+            [
+                *(record["peer"], f"`{record['kernel'][:60]}`"),
+                *(_format(record.get(field), "g") for field in COUNTERS),
+                format_stalls(record.get("stalls", {})),
+            ]
             for record in counted
         ]
-        lines += ["", render_markdown_table(["operator", "kernel", *COUNTERS.values()], cells)]
+        head = ["operator", "kernel", *COUNTERS.values(), "clocks between two instructions of a warp, by reason"]
+        lines += ["", render_markdown_table(head, cells)]
     return lines
+
+
+def format_stalls(stalls: dict[str, float]) -> str:
+    """Return the main reasons for which a kernel's warps wait, with their clocks."""
+    largest = sorted(stalls.items(), key=lambda item: -item[1])[:SHOWN_STALLS]
+    return ", ".join(f"{reason} {clocks:.2f}" for reason, clocks in largest) or "—"
 
 
 def _format(value: float | None, how: str) -> str:
