@@ -5,6 +5,8 @@
 
 Each kernel (`cuda/instruction_rates.h`) issues one instruction from 4, 8 or 16 warps of every multiprocessor, in
 sixteen independent chains. A record contains the clocks per warp instruction, as the median over multiprocessors.
+For one instruction, the loop is also copied to the size of CDAPE's loops, which have 1,200 to 2,200 instructions. If
+its clocks rise, those kernels wait for the instruction caches.
 """
 
 import argparse
@@ -41,6 +43,8 @@ INSTRUCTIONS = {
 }
 """Instructions by name in the header."""
 WARPS = (4, 8, 16)
+COPIED, COPIES = "MULTIPLY_ADD", (16, 64, 128, 256)
+"""Instruction whose loop is copied, and the numbers of copies: 256 to 4,096 instructions of 16 bytes."""
 CHAINS, REPEATS, MEMORY_BYTES = 16, 256, 16384
 """Constants of the header instruction_rates.h: independent chains, repetitions, and bytes of shared memory."""
 
@@ -51,21 +55,22 @@ class RateArgs(ctypes.Structure):
     _fields_ = (("clocks", ctypes.c_void_p), ("sums", ctypes.c_void_p))
 
 
-def build_kernel(instruction: str, warps: int) -> CudaKernel:
-    name = f"InstructionRate<{instruction}, {warps}>"
+def build_kernel(instruction: str, warps: int, copies: int = 1) -> CudaKernel:
+    name = f"InstructionRate<{instruction}, {warps}, {copies}>"
     return CudaKernel(FOLDER, "instruction_rates.h", name, "RateArgs", 32 * warps, MEMORY_BYTES)
 
 
-def measure_rate(instruction: str, warps: int) -> dict[str, Any]:
+def measure_rate(instruction: str, warps: int, copies: int = 1) -> dict[str, Any]:
     """Return the record of an instruction, with its clocks or the reason why there are none."""
-    record = {"op": "instruction_rate", "peer": INSTRUCTIONS[instruction], "warps": warps}
+    size = f", loop of {copies * CHAINS:,}" if copies > 1 else ""
+    record = {"op": "instruction_rate", "peer": INSTRUCTIONS[instruction] + size, "warps": warps}
     try:
         blocks = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
         clocks = torch.zeros(blocks, dtype=torch.int64, device="cuda")
         sums = torch.zeros(blocks, dtype=torch.float32, device="cuda")
         for _ in range(2):  # the first launch loads the code
             arguments = RateArgs(clocks.data_ptr(), sums.data_ptr())
-            launch_kernel(build_kernel(instruction, warps), (1, blocks), arguments)
+            launch_kernel(build_kernel(instruction, warps, copies), (1, blocks), arguments)
         taken = statistics.median(clocks.tolist())
     except Exception as failure:  # continue with the other instructions
         return {**record, "refusal": format_exception(failure)}
@@ -85,6 +90,7 @@ def main() -> None:
         records = [{"op": "instruction_rate", "peer": "all", "refusal": "requires a CUDA device"}]
     else:
         records = [measure_rate(instruction, warps) for instruction in INSTRUCTIONS for warps in WARPS]
+        records += [measure_rate(COPIED, warps, copies) for copies in COPIES for warps in WARPS]
     for record in records:
         value = record.get("refusal") or f"{record['clocks']:.3f} clocks from {record['warps']} warps"
         print(f"{record['peer']:<32} {value}")

@@ -16,7 +16,8 @@ struct RateShape {
   static constexpr int CHAINS = 16, REPEATS = 256;  // number of independent instructions, and of repetitions of each
 };
 
-template <Instruction KIND, int WARPS>
+// COPIES: the loop contains each instruction so many times. Large loops do not fit the instruction caches.
+template <Instruction KIND, int WARPS, int COPIES = 1>
 struct InstructionRate : RateShape<WARPS> {
   using T = RateShape<WARPS>;
 
@@ -56,8 +57,9 @@ struct InstructionRate : RateShape<WARPS> {
     store_shared<4>(memory, offset, Words<4>{{1, 2, 3, 4}});
     barrier(memory);
     const long long start = clock64();
-    NO_UNROLL_FOR(int repeat = 0; repeat < T::REPEATS; repeat++) {
-      UNROLL_FOR(int chain = 0; chain < T::CHAINS; chain++) issue(x[chain], other, memory, offset);
+    NO_UNROLL_FOR(int repeat = 0; repeat < T::REPEATS; repeat += COPIES) {
+      UNROLL_FOR(int copy = 0; copy < COPIES; copy++)
+        UNROLL_FOR(int chain = 0; chain < T::CHAINS; chain++) issue(x[chain], other, memory, offset);
     }
     barrier(memory);
     const long long taken = clock64() - start;
