@@ -53,11 +53,12 @@ def _attend_fwd_columns(
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add columns first … last − 1 to (maximum, sum, output in two blocks); those from `skipped_from` on are shifted.
+    """Add columns first … last − 1 to (maximum, sums, output in two blocks); those from `skipped_from` on are shifted.
 
-    The maximum is in base 2.
+    The maximum is in base 2. A row's sums, one for each column of a block, are added after the last block, so that no
+    block needs shuffles for them.
     """
-    maximum, total, o_a, o_b = state
+    maximum, totals, o_a, o_b = state
     logits_ptr, v_ptr = pointers
     C = extent[1]
     for step in range(first, last, BLOCK_N):
@@ -71,15 +72,15 @@ def _attend_fwd_columns(
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(x * LOG2E - finite[:, None])
         shrink = tl.exp2(maximum - finite)
-        total = total * shrink + tl.sum(p, 1)
         maximum = higher
-        p = p.to(v_ptr.dtype.element_ty)
+        weights = p.to(v_ptr.dtype.element_ty)
         v_a = load_rows(v_ptr, c0, HEAD_DIM, C, 0, BLOCK_DA, HEAD_DIM, BLOCK_N, MASKED)
-        o_a = tl.dot(p, v_a, o_a * shrink[:, None], input_precision=INPUT_PRECISION)
+        o_a = tl.dot(weights, v_a, o_a * shrink[:, None], input_precision=INPUT_PRECISION)
         if BLOCK_DB:
             v_b = load_rows(v_ptr, c0, HEAD_DIM, C, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_N, MASKED)
-            o_b = tl.dot(p, v_b, o_b * shrink[:, None], input_precision=INPUT_PRECISION)
-    return maximum, total, o_a, o_b
+            o_b = tl.dot(weights, v_b, o_b * shrink[:, None], input_precision=INPUT_PRECISION)
+        totals = totals * shrink[:, None] + p
+    return maximum, totals, o_a, o_b
 
 
 @triton.jit
@@ -125,27 +126,27 @@ def _attend_fwd_kernel(
     logits_ptr += pair * R * C
     v_ptr += pair * C_total * HEAD_DIM
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if sinks_ptr is not None:
         maximum = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + pair % H) * LOG2E
         if offsets_ptr is not None:
             maximum -= tl.load(offsets_ptr + pair * R_total + row, mask=row < R, other=0.0) * LOG2E
-        total = tl.full([BLOCK_M], 1.0, tl.float32)
+        totals += tl.where(tl.arange(0, BLOCK_N)[None, :] == 0, 1.0, 0.0)
     o_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)
     o_b = o_a
     if BLOCK_DB:
         o_b = tl.zeros([BLOCK_M, BLOCK_DB], tl.float32)
     # fmt: off
     first, whole, end, last = column_ranges(start, extent, BLOCK_M, BLOCK_N)
-    state = (maximum, total, o_a, o_b)
+    state = (maximum, totals, o_a, o_b)
     pointers = (logits_ptr, v_ptr)
     state = _attend_fwd_columns(state, first, last - (end - whole), whole, end - whole, pointers, row, extent, True,
                                 HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
     state = _attend_fwd_columns(state, whole, end, 0, 0, pointers, row, extent, False,
                                 HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
     # fmt: on
-    maximum, total, o_a, o_b = state
-    total = tl.where(row < R, total, 1.0)
+    maximum, totals, o_a, o_b = state
+    total = tl.where(row < R, tl.sum(totals, 1), 1.0)
     of_head = pair // H * stride_batch + pair % H * stride_head
     o_ptr += of_head
     store_rows(o_ptr, o_a / total[:, None], start, R, 0, BLOCK_DA, HEAD_DIM, BLOCK_M, stride_row)
@@ -165,7 +166,7 @@ def _attend_fwd_kernel(
 
 @triton.jit
 def _attend_sums_columns(
-    row_sum,
+    products,
     first,
     last,
     skipped_from,
@@ -180,7 +181,7 @@ def _attend_sums_columns(
     BLOCK_N: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
 ):
-    """Add columns to each row's sum of exp(L − maximum) ∘ dP; the columns are those of `_attend_fwd_columns`."""
+    """Add exp(L − maximum) ∘ dP of columns to `products`, the columns and sums as in `_attend_fwd_columns`."""
     logits_ptr, v_ptr = pointers
     row, top, do_a, do_b = of_rows
     C = extent[1]
@@ -195,8 +196,8 @@ def _attend_sums_columns(
             dp = tl.dot(do_b, tl.trans(v_b), dp, input_precision=INPUT_PRECISION)
         column = c0 + tl.arange(0, BLOCK_N)
         x = load_visible(logits_ptr, row, column, extent, float("-inf"), MASKED)
-        row_sum += tl.sum(tl.exp2(x * LOG2E - top[:, None]) * dp, 1)
-    return row_sum
+        products += tl.exp2(x * LOG2E - top[:, None]) * dp
+    return products
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
@@ -246,17 +247,17 @@ def _attend_sums_kernel(
     do_b = do_a
     if BLOCK_DB:
         do_b = load_rows(do_ptr, start, stride_row, R, BLOCK_DA, BLOCK_DB, HEAD_DIM, BLOCK_M)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # fmt: off
     first, whole, end, last = column_ranges(start, extent, BLOCK_M, BLOCK_N)
     pointers = (logits_ptr, v_ptr)
     of_rows = (row, top, do_a, do_b)
-    row_sum = _attend_sums_columns(row_sum, first, last - (end - whole), whole, end - whole, pointers, of_rows, extent,
-                                   True, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
-    row_sum = _attend_sums_columns(row_sum, whole, end, 0, 0, pointers, of_rows, extent,
-                                   False, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
+    products = _attend_sums_columns(products, first, last - (end - whole), whole, end - whole, pointers, of_rows,
+                                    extent, True, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
+    products = _attend_sums_columns(products, whole, end, 0, 0, pointers, of_rows,
+                                    extent, False, HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_N, INPUT_PRECISION)
     # fmt: on
-    tl.store(sums_ptr + of_row, row_sum / total, mask=row < R)
+    tl.store(sums_ptr + of_row, tl.sum(products, 1) / total, mask=row < R)
 
 
 @triton.jit
