@@ -188,35 +188,52 @@ KERNEL_CODE void copy_to_shared(SharedMemory s, i32 offset, Address a, int const
 KERNEL_CODE void wait_for_copies(SharedMemory) { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Loads a number for all lanes; control flow may depend on it.
 KERNEL_CODE int load_uniform(const void* array, int index) { return __ldg((const int*)array + index); }
-// Loads words without being moved past a barrier. If registers are scarce, the compiler would otherwise delay the load
-// until just before its use.
+// Loads words that the multiprocessor does not read again, so that the L1 cache keeps others.
 template <int N>
-KERNEL_CODE Words<N> request_global(Address a, int constant) {
+KERNEL_CODE Words<N> load_global_once(Address a, int constant) {
   Words<N> v;
   const char* from = a.p + constant;
   if constexpr (N == 2)
-    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.x[0]), "=r"(v.x[1]) : "l"(from) : "memory");
+    asm("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(v.x[0]), "=r"(v.x[1]) : "l"(from));
   else
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+    asm("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+        : "l"(from));
+  return v;
+}
+// Loads such words without being moved past a barrier. If registers are scarce, the compiler would otherwise delay the
+// load until just before its use.
+template <int N>
+KERNEL_CODE Words<N> request_global_once(Address a, int constant) {
+  Words<N> v;
+  const char* from = a.p + constant;
+  if constexpr (N == 2)
+    asm volatile("ld.global.L1::no_allocate.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(v.x[0]), "=r"(v.x[1])
+                 : "l"(from)
+                 : "memory");
+  else
+    asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
                  : "l"(from)
                  : "memory");
   return v;
 }
+// Stores words that the multiprocessor does not read again.
 template <int N>
 KERNEL_CODE void store_global(Address a, int constant, Words<N> v, pred is_stored) {
   // In PTX, because the compiler would turn the condition into branches.
   const char* to = a.p + constant;
   if constexpr (N == 1)
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.b32 [%0], %1;}" ::"l"(to), "r"(v.x[0]),
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.L1::no_allocate.b32 [%0], %1;}" ::"l"(to), "r"(v.x[0]),
                  "r"((int)is_stored)
                  : "memory");
   else if constexpr (N == 2)
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; @p st.global.v2.b32 [%0], {%1, %2};}" ::"l"(to), "r"(v.x[0]),
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; @p st.global.L1::no_allocate.v2.b32 [%0], {%1, %2};}" ::"l"(to), "r"(v.x[0]),
                  "r"(v.x[1]), "r"((int)is_stored)
                  : "memory");
   else
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p st.global.v4.b32 [%0], {%1, %2, %3, %4};}" ::"l"(to),
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p st.global.L1::no_allocate.v4.b32 [%0], {%1, %2, %3, %4};}" ::"l"(to),
                  "r"(v.x[0]), "r"(v.x[1]), "r"(v.x[2]), "r"(v.x[3]), "r"((int)is_stored)
                  : "memory");
 }

@@ -450,7 +450,11 @@ inline int load_uniform(const void* array, int index) {
   return (int)load_global<1>(address(array, i32(4 * index)), 0).x[0].v[0];
 }
 template <int N>
-Words<N> request_global(const Address& a, int constant) {
+Words<N> load_global_once(const Address& a, int constant) {
+  return load_global<N>(a, constant);
+}
+template <int N>
+Words<N> request_global_once(const Address& a, int constant) {
   return load_global<N>(a, constant);
 }
 template <int N>

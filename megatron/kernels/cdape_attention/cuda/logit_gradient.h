@@ -105,7 +105,7 @@ struct DifferentiateSoftmax {
       typename S::Sums dp[2];
       UNROLL_FOR (int h = 0; h < 2; h++) {
         typename S::Keys keys;
-        S::template load_keys_inside<false>(keys, args.values, head + h, start, c.last_column());
+        S::template load_keys_inside<ONCE>(keys, args.values, head + h, start, c.last_column());
         if constexpr (KEEPS_DOUT) {
           S::multiply(dp[h], keys, douts, head + h);
         } else {

@@ -193,7 +193,7 @@ struct Logits {
   }
   static KERNEL_CODE void load_keys(State& st, Context& c, int h, int tile) {
     const int head = find_head(c.warp, h), first = find_column(c, tile);
-    S::template load_keys_inside<true>(st.keys[h % HELD], c.in.scores, head, first, c.last_column());
+    S::template load_keys_inside<ONCE_EARLY>(st.keys[h % HELD], c.in.scores, head, first, c.last_column());
   }
 
   // Mixes the warp's 16 rows and run of 8 columns, one slice of the width after another. EDGE: only the hidden values

@@ -98,7 +98,7 @@ struct MixerBackwardInputs {
       i32 to = W::row_offset(lane / 4) + lane % 4 * 32 + (W::pair_offset(pair) + (W::FIRST + behind) * 4);
       typename S::Keys keys[2];
       UNROLL_FOR (int h = 0; h < 2; h++)
-        if (MASKED) S::template load_keys_inside<false>(keys[h], in, 2 * pair + h, first, in.columns - 1);
+        if (MASKED) S::template load_keys_inside<ONCE>(keys[h], in, 2 * pair + h, first, in.columns - 1);
         else S::load_keys(keys[h], in, 2 * pair + h, first);
       UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++) {
         typename S::Sums sums[2];

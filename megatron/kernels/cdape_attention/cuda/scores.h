@@ -10,6 +10,9 @@ struct ScoreInputs : RowSpans {
   int heads;
 };
 
+// How a row is read: more than once by the multiprocessor, once, or once and before the next barrier.
+enum Reading { REPEATED, ONCE, ONCE_EARLY };
+
 // A row of a head, divided among four lanes. Step `step` of a product reads words 2·step and 2·step + 1 of queries and
 // keys. Their order among the dimensions does not matter.
 template <class G>
@@ -17,21 +20,26 @@ struct HeadRow {
   static constexpr int STEPS = G::HEAD_DIM / 16, WHOLE = STEPS / 2;
   u32 word[2 * STEPS];
 
-  // Loads the lane's words of a row that begins `offset` bytes after `base` + `in_base`. EARLY: the loads are issued
-  // before the next barrier.
-  template <bool EARLY>
+  // Loads the lane's words of a row that begins `offset` bytes after `base` + `in_base`.
+  template <Reading READING>
   KERNEL_CODE void load(const void* base, long long in_base, i32 offset, int constant = 0) {
     i32 t = lane_id() % 4;
     UNROLL_FOR (int z = 0; z < WHOLE; z++) {
-      Address at = advance(address(base, offset + t * 16), in_base);
-      Words<4> v = EARLY ? request_global<4>(at, constant + 64 * z) : load_global<4>(at, constant + 64 * z);
+      Words<4> v = read<READING, 4>(advance(address(base, offset + t * 16), in_base), constant + 64 * z);
       UNROLL_FOR (int x = 0; x < 4; x++) word[4 * z + x] = v.x[x];
     }
     if (STEPS % 2 == 1) {
-      Address at = advance(address(base, offset + t * 8), in_base);
-      Words<2> v = EARLY ? request_global<2>(at, constant + 64 * WHOLE) : load_global<2>(at, constant + 64 * WHOLE);
+      Words<2> v = read<READING, 2>(advance(address(base, offset + t * 8), in_base), constant + 64 * WHOLE);
       UNROLL_FOR (int x = 0; x < 2; x++) word[4 * WHOLE + x] = v.x[x];
     }
+  }
+
+ private:
+  template <Reading READING, int N>
+  static KERNEL_CODE Words<N> read(Address at, int constant) {
+    if constexpr (READING == REPEATED) return load_global<N>(at, constant);
+    else if constexpr (READING == ONCE) return load_global_once<N>(at, constant);
+    else return request_global_once<N>(at, constant);
   }
 };
 
@@ -72,7 +80,7 @@ struct Scores {
   // Loads row `first` + g of the queries, or of a tensor with their strides, but no row after the chunk's last.
   static KERNEL_CODE void load_row(Row& row, const ScoreInputs& in, const void* q, long long head, int first) {
     i32 g = minimum(lane_id() / 4, i32(in.rows - 1 - first));  // the offset within a block's rows fits in 32 bits
-    row.template load<false>(q, head + (long long)first * in.q_row, g * in.q_row);
+    row.template load<REPEATED>(q, head + (long long)first * in.q_row, g * in.q_row);
   }
 
   // Loads a head's keys for the lanes' columns from `first` on.
@@ -81,18 +89,18 @@ struct Scores {
     const long long in_keys = head_offset(in, head, in.k_stride) + (long long)first * G::ROW_BYTES;
     UNROLL_FOR (int group = 0; group < GROUPS; group++)
       UNROLL_FOR (int n = 0; n < 2; n++)
-        keys.row[group][n].template load<false>(in.k, in_keys, lane_column * G::ROW_BYTES,
-                                                (GROUP_COLUMNS * group + 2 * n) * G::ROW_BYTES);
+        keys.row[group][n].template load<ONCE>(in.k, in_keys, lane_column * G::ROW_BYTES,
+                                               (GROUP_COLUMNS * group + 2 * n) * G::ROW_BYTES);
   }
-  // Loads the same keys, but the nearest key inside for columns outside of 0 … `last`. EARLY: before the next barrier.
-  template <bool EARLY>
+  // Loads the same keys, but the nearest key inside for columns outside of 0 … `last`.
+  template <Reading READING>
   static KERNEL_CODE void load_keys_inside(Keys& keys, const ScoreInputs& in, int head, int first, int last) {
     i32 g = lane_id() / 4, lane_column = (g / 2) * LANE_COLUMNS + g % 2;
     UNROLL_FOR (int group = 0; group < GROUPS; group++)
       UNROLL_FOR (int n = 0; n < 2; n++) {
         i32 column = lane_column + (first + GROUP_COLUMNS * group + 2 * n);
         column = minimum(maximum(column, i32(0)), i32(last));
-        keys.row[group][n].template load<EARLY>(in.k, head_offset(in, head, in.k_stride), column * G::ROW_BYTES);
+        keys.row[group][n].template load<READING>(in.k, head_offset(in, head, in.k_stride), column * G::ROW_BYTES);
       }
   }
 
