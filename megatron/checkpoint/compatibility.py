@@ -55,13 +55,26 @@ def is_same_training(config: Config, stored: Config, *, may_differ: Collection[s
     return all(key in may_differ for key, _, _ in _list_changes(config, stored, "data", "numerics", "schedule"))
 
 
-def describe_origin(source: StoredCheckpoint) -> str:
-    """Return an identifier of a checkpoint's weights: how it was trained, or their checksum if it was imported."""
+def determine_origin(config: Config, source: StoredCheckpoint, *, may_differ: Collection[str] = ()) -> str | None:
+    """Return what a run starts from (`TrainerState.origin`), or None if it continues a training from scratch.
+
+    It identifies how the loaded checkpoint was trained, or its weights if they were imported. A run that loads only the
+    weights has another origin than one that continues with all states.
+
+    Args:
+        config: configuration of the run, in the stage that wrote the checkpoint.
+        source: the checkpoint.
+        may_differ: as for `is_same_training`.
+    """
+    finetune = config.checkpoint.finetune
+    if not finetune and is_same_training(config, source.config, may_differ=may_differ):
+        return source.trainer_state.origin
     if not has_training_states(source.path):
         entries = manifest.read_manifest(source.path / manifest.MANIFEST) or {}
         if layout.WEIGHTS in entries:
             return f"weights {entries[layout.WEIGHTS].crc32}"
-    return f"{source.trainer_state.compute_training_digest(source.config)} at step {source.trainer_state.step}"
+    training = f"{source.trainer_state.compute_training_digest(source.config)} at step {source.trainer_state.step}"
+    return f"weights of {training}" if finetune else training
 
 
 def has_training_states(checkpoint: Path) -> bool:

@@ -29,9 +29,8 @@ from megatron.checkpoint.compatibility import (
     check_optimizer,
     describe_branch,
     describe_changes,
-    describe_origin,
+    determine_origin,
     has_training_states,
-    is_same_training,
 )
 from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.run_folder import get_config_path, is_saved_config
@@ -251,7 +250,7 @@ def plan_resume(
         check_architecture(stages[0].config, checkpoint, stored_config, finetune=True)
         notes += (f"loading the weights of {checkpoint}; optimizer, data and step start fresh",)
         source = StoredCheckpoint(checkpoint, stored_config, state)
-        return ResumePlan(source, notes=notes, stages=stages, origin=describe_origin(source))
+        return ResumePlan(source, notes=notes, stages=stages, origin=determine_origin(config, source))
     stages = build_stages(_restore_epoch_steps(config, stored_config))
     # Compare the checkpoint's configuration with that of its own stage.
     config = find_writing_stage(stages, state.step).config
@@ -279,8 +278,7 @@ def plan_resume(
     if layout_before != layout_now:
         notes += (f"layout: was {layout_before}, now {layout_now}",)
     is_own = index is not None or options.save is None
-    is_same = is_same_training(config, stored_config, may_differ=LENGTH_KEYS if is_own else ())
-    origin = state.origin if is_same else describe_origin(source)
+    origin = determine_origin(config, source, may_differ=LENGTH_KEYS if is_own else ())
     return ResumePlan(source, reader, state, notes, stages, later, origin)
 
 

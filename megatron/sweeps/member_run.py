@@ -72,7 +72,8 @@ def read_training_cost(metrics: Path) -> dict[str, float]:
 
 def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> None:
     """Train a member to its end, or skip it if it is already trained."""
-    done, steps, job = work.finished_steps, member.resolved_config.training.train_iters, work.training
+    # Another member may have trained the run since the sweep began, if sweep.runs is set.
+    done, steps, job = find_finished_step(member), member.resolved_config.training.train_iters, work.training
     if done >= steps and not lacks_test_record(member):
         meter.skip(job)
         meter.log(f"{member.name}: already trained: {format_quantity(done, 'step')} in {member.folder}")

@@ -61,7 +61,8 @@ def find_finished_step(member: SweepMember) -> int:
     """Return the step of the member's newest undamaged checkpoint, or 0 if there is none.
 
     Raises:
-        UserError: its folder contains a run with another configuration, or with different code of a user's own method.
+        UserError: its folder contains a run with another configuration or start, or with different code of a user's own
+            method.
         RunError: it has checkpoints, but all are damaged.
     """
     checkpoint = find_latest_valid(member.folder)
@@ -80,31 +81,61 @@ def find_finished_step(member: SweepMember) -> int:
             for key in differing[:4]
         )
         raise UserError(
-            f"{member.folder}: contains a run with another configuration ({changes}); remove the folder, or choose "
-            "another sweep.output"
+            f"{member.folder}: contains a run with another configuration ({changes}); {_suggest_another_folder(member)}"
         )
+    if (problem := _describe_other_start(member, trainer_state.origin)) is not None:
+        raise UserError(f"{member.folder}: {problem}; {_suggest_another_folder(member)}")
     for file in trainer_state.find_changed_methods(member.config.position):
         raise UserError(
-            f"{member.folder}: was trained with different code of {file}; restore that code, remove the "
-            "folder, or choose another sweep.output"
+            f"{member.folder}: was trained with different code of {file}; restore that code, "
+            f"{_suggest_another_folder(member)}"
         )
     return step
+
+
+def _suggest_another_folder(member: SweepMember) -> str:
+    key = "sweep.output" if member.results == member.folder else "sweep.runs"
+    return f"remove the folder, or choose another {key}"
+
+
+def _describe_other_start(member: SweepMember, origin: str | None) -> str | None:
+    """Describe how the start of a run in a member's folder differs from that of the member; None if it does not.
+
+    origin: origin of the run (`TrainerState.origin`).
+    """
+    expected = None
+    if (checkpoint := member.origin) is not None:
+        if not checkpoint.is_dir():
+            return None  # it was removed after the branch had started
+        from megatron.checkpoint.compatibility import StoredCheckpoint, determine_origin
+
+        source = StoredCheckpoint(checkpoint, load_checkpoint_config(checkpoint), TrainerState.read(checkpoint))
+        stage = find_writing_stage(build_stages(member.resolved_config), member.branch_step)
+        expected = determine_origin(stage.config, source)
+    if origin == expected:
+        return None
+    in_run, in_sweep = (start or "new weights" for start in (origin, expected))
+    return f"contains a run with another start ({in_run} in the run, {in_sweep} in the sweep)"
 
 
 def find_member_divergence(member: SweepMember) -> RunFailure | None:
     """Return how the member's training ended if it diverged; this is its result until a retry is requested.
 
-    Runs with a different configuration do not count.
+    Runs with a different configuration or start do not count.
     """
     divergence = metrics_log.find_divergence(member.folder)
     if divergence is None:
         return None
     try:
-        run_config = read_config(member.folder / checkpoints.CONFIG).get_training_fingerprint()
+        run_config = read_config(member.folder / checkpoints.CONFIG)
     except FarfieldError:
         return None
-    member_config = member.resolved_config.get_training_fingerprint()
-    if any(run_config.get(key) != value for key, value in member_config.items()):
+    run_keys, options = run_config.get_training_fingerprint(), run_config.checkpoint
+    if any(run_keys.get(key) != value for key, value in member.resolved_config.get_training_fingerprint().items()):
+        return None
+    is_resumed = options.load is not None and Path(options.load).is_relative_to(member.folder)
+    start = member.config.checkpoint
+    if not is_resumed and (options.load, options.finetune) != (start.load, start.finetune):
         return None
     step, reason = divergence
     return build_failure(member, reason, step)
@@ -197,8 +228,6 @@ def _hash_record(record: Record) -> str:
 class MemberWork:
     """Remaining work of one member."""
 
-    finished_steps: int
-    """Number of training steps completed."""
     training: WorkItem
     flops_per_step: float
     """Mean FLOPs of all its training steps."""
@@ -345,7 +374,6 @@ def _estimate_member(member: SweepMember, finished_steps: int, scoring: dict[str
     is_evaluated = {name: left == 0 and read_evaluated_records(member, name) is not None for name in scoring}
     kind = "" if member.benchmark is None else f" {member.benchmark}"  # small models reach fewer FLOP/s
     return MemberWork(
-        finished_steps=finished_steps,
         training=WorkItem(f"training {member.name}", f"train{kind}", left_flops),
         flops_per_step=flops / max(1, training.train_iters - member.first_step),
         evaluations={

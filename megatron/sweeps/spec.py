@@ -226,6 +226,7 @@ def read_sweep(
     members: list[SweepMember] = []
     for training in trainings:
         members += _build_training(training, options, setters, locate, notes)
+    _check_shared_runs(members)
     if not options.differences:
         notes += _describe_unpublished_methods(members)
     texts = {document.source: Path(document.source).read_text(encoding="utf-8") for document in documents}
@@ -305,6 +306,25 @@ def _check_lengths(training: _Training, members: Sequence[SweepMember]) -> None:
             "seq_length: variants are trained at several lengths, so sweep.evaluate.targets must set the number of "
             "scored tokens per window; otherwise it would differ between variants"
         )
+
+
+def _check_shared_runs(members: Sequence[SweepMember]) -> None:
+    """Reject members that share a run but have other batch sizes, which depend on the machine and are not in its name.
+
+    Raises UserError.
+    """
+    first_of_run: dict[Path, SweepMember] = {}
+    for member in members:
+        first = first_of_run.setdefault(member.folder, member)
+        if first is member:
+            continue
+        batch, other_batch = (each.machine_config.training.train_batch_size for each in (member, first))
+        if batch != other_batch:
+            raise UserError(
+                f"sweep.variants.{member.variant}: it differs from {first.variant} only in the keys that determine the "
+                f"batch size, {batch} instead of {other_batch}; set train_batch_size, which is part of the name of a "
+                "run in sweep.runs"
+            )
 
 
 def _save_for_branches(member: SweepMember, steps: Sequence[int]) -> SweepMember:
@@ -401,7 +421,8 @@ def compute_run_identity(config: Config, origin: tuple[str, int] | None = None) 
 
     `origin` is the identity of the run that it branches from, and the step.
     """
-    digest = config.compute_training_digest(origin=origin)[:8]
+    weights_only = config.checkpoint.finetune or None  # left out if false, so that other runs keep their names
+    digest = config.compute_training_digest(origin=origin, weights_only=weights_only)[:8]
     position = config.position
     processors = "_".join(name for name in position.processors if name != "none")
     return f"{processors}{'+' if processors else ''}{'_'.join(position.encodings)}-{digest}"

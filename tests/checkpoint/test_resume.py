@@ -297,7 +297,7 @@ def test_finetuning_loads_only_the_weights(trained: Path, corpus: Path, tmp_path
     assert scratch.loss is not None
     assert result.loss < scratch.loss - 0.02
     # Runs with other seeds start with the same weights; resuming does not change a run's origin.
-    origin = f"{open_run(trained).training_digest} at step 4"
+    origin = f"weights of {open_run(trained).training_digest} at step 4"
     assert open_run(tuned).trainer_state.origin == origin
     assert open_run(tuned).training_digest != open_run(tmp_path / "scratch").training_digest
     printed = shlex.split(build_resume_command(read_config(tuned / "config.yml")))[2:]

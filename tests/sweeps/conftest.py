@@ -13,6 +13,9 @@ from models import build_model
 from rich.console import Console
 from safetensors.torch import save_file
 
+from megatron.checkpoint.compatibility import StoredCheckpoint, determine_origin
+from megatron.checkpoint.layout import resolve_checkpoint_path
+from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.load import read_config
 from megatron.config.schema import Config
@@ -116,10 +119,15 @@ class Trainer:
             raise RunError("step 3: its loss is nan; no checkpoint was saved")
 
     def save(self, config: Config, run: Path, step: int) -> Path:
+        origin = None
+        if config.checkpoint.load is not None:
+            loaded = resolve_checkpoint_path(config.checkpoint.load)
+            source = StoredCheckpoint(loaded, load_checkpoint_config(loaded), TrainerState.read(loaded))
+            origin = determine_origin(config, source)
         checkpoint = run / "checkpoints" / f"step_{step:07d}"
         checkpoint.mkdir(parents=True, exist_ok=True)
         config.save(checkpoint / "config.yml")
-        (checkpoint / "progress.json").write_text(json.dumps({"step": step}))
+        (checkpoint / "progress.json").write_text(json.dumps({"step": step, "origin": origin}))
         (checkpoint / "model.safetensors").write_text("weights")
         return checkpoint
 

@@ -1,6 +1,7 @@
 """Sweep with variants that branch from another variant's checkpoint: one trunk, several decays."""
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from megatron.checkpoint import layout
 from megatron.config.load import read_config
 from megatron.sweeps import member_run
 from megatron.sweeps.check_sweep import check_sweep
+from megatron.sweeps.remaining_work import find_finished_step, find_member_divergence
 from megatron.sweeps.spec import compute_run_identity, read_sweep
 from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
@@ -86,6 +88,73 @@ def test_a_finetuning_that_failed_resumes(trainer: Trainer) -> None:
     run()
     asked = read_config(Path("out/mine/seed_1234.yml")).checkpoint
     assert (asked.load, asked.finetune) == ("out/mine/seed_1234", False)
+
+
+TUNED = TRUNK.replace(
+    "        early:",
+    "        tuned: {branch: {variant: trunk, step: 3}, train_iters: 5, lr_decay_iters: 5, lr_wsd_decay_iters: 2, "
+    "finetune: true}\n        early:",
+)
+
+
+@pytest.mark.parametrize("runs", ["", "\n      runs: shared"])
+def test_a_branch_and_a_finetuning_with_equal_keys_are_two_trainings(
+    place: Path, monkeypatch: pytest.MonkeyPatch, runs: str
+) -> None:
+    """The former continues with all states, the latter with the weights alone."""
+    monkeypatch.setattr(member_run, "train_in_subprocess", lambda file, *_: train(read_config(file)))
+    write(TUNED.replace("output: out", f"output: out{runs}"))
+    variants = {member.variant: member for member in read_sweep(["sweep.yml"]).members}
+    tuned, early, trunk = (variants[name] for name in ("tuned", "early", "trunk"))
+    assert tuned.config.get_training_fingerprint() == early.config.get_training_fingerprint()
+    assert tuned.folder != early.folder
+    if runs:  # other runs keep their names
+        origin = (compute_run_identity(trunk.config), 3)
+        assert early.folder.parent.name == f"rotary-{early.config.compute_training_digest(origin=origin)[:8]}"
+    found, _ = run()
+    assert run()[0] == found
+    records = {record.method: record for record in found if record.length == 16}
+    assert records["tuned"].value != records["early"].value
+    assert records["tuned"].training_digest != records["early"].training_digest
+
+
+def test_a_run_with_another_start_is_not_reused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def edit(old: str, new: str) -> None:
+        write(TUNED.replace(old, new))
+
+    monkeypatch.setattr(member_run, "train_in_subprocess", lambda file, *_: train(read_config(file)))
+    edit("", "")
+    run()
+    for old, new, name in (
+        (", finetune: true", "", "tuned"),
+        ("early: {", "early: {finetune: true, ", "early"),
+        ("branch: {variant: trunk, step: 3}, train_iters: 5, lr_decay_iters: 5, lr_wsd_decay_iters: 2}",
+         "train_iters: 5, lr_decay_iters: 5, lr_wsd_decay_iters: 2, pos_emb: rotary, train_batch_size: 8, "
+         "train_micro_batch_size_per_gpu: 4}", "early"),
+        ("tuned: {branch: {variant: trunk, step: 3}", "tuned: {branch: {variant: trunk, step: 6}", "tuned"),
+    ):  # fmt: skip
+        edit(old, new)
+        problem = rf"out/{name}/seed_1234: contains a run with another start \(.*; remove .* another sweep.output"
+        with pytest.raises(UserError, match=problem):
+            run()
+    shutil.rmtree("out/trunk")
+    edit("", "")
+    for member in read_sweep(["sweep.yml"]).members:
+        if member.trunk is not None:
+            assert find_finished_step(member) in (5, 8)  # the checkpoint that it started from need not be kept
+
+
+def test_a_finetuning_that_diverged_does_not_count_for_a_branch(trainer: Trainer) -> None:
+    diverging = BASE.replace("mine: {", "mine: {branch: {variant: rotary, step: 6}, finetune: true, ")
+    write(diverging)
+    trainer.diverges = "alibi"
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"mine, seed 1234: failed at step 3: its loss is nan"):
+            run()
+    assert trainer.calls()[-1].startswith("alibi 1234 out/rotary"), "trained once"
+    write(diverging.replace("finetune: true, ", ""))
+    member = read_sweep(["sweep.yml"]).members[1]
+    assert find_member_divergence(member) is None
 
 
 def test_invalid_branches(place: Path) -> None:

@@ -329,6 +329,27 @@ def test_sweeps_share_the_runs_that_they_both_need(trainer: Trainer) -> None:
     assert len(list(Path("pool").glob("*/seed_1234"))) == 2
 
 
+def test_variants_of_one_sweep_share_a_run(trainer: Trainer) -> None:
+    shared = BASE.replace("output: out", "output: out\n      runs: pool")
+    write(shared.replace("mine: {", "same: {pos_emb: rotary, device: auto}\n        mine: {"))
+    found, output = run()
+    assert [line.split()[0] for line in trainer.calls()] == ["rotary", "evaluate", "evaluate", "alibi", "evaluate"]
+    assert "same, seed 1234: already trained" in output
+    assert {record.method for record in found} == {"rotary", "same", "mine"}
+    # The number of tokens in a step is not in a run's name if it depends on the number of processes.
+    write(shared.replace("mine: {", "same: {pos_emb: rotary, train_micro_batch_size_per_gpu: 8}\n        mine: {"))
+    with pytest.raises(UserError, match=r"variants.same: it differs from rotary .* batch size, 8 instead of 4; set"):
+        run()
+    write(
+        shared.replace(
+            "mine: {",
+            "same: {pos_emb: rotary, train_batch_size: 8, train_micro_batch_size_per_gpu: 8}\n        mine: {",
+        )
+    )
+    run()
+    assert [line.split()[0] for line in trainer.calls()] == ["rotary", "evaluate"]
+
+
 def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:
     table = (
         "output: out\n      title: Ours and theirs\n      against: rotary\n      differences: [They had more text.]\n"
