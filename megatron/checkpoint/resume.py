@@ -215,15 +215,16 @@ def plan_resume(
     if options.load is None:
         layout.check_run_is_new(options.save, next(reversed(saved), None))
         return ResumePlan(stages=stages)
-    if _is_same_folder(options.load, options.save) and not options.finetune and not saved:
+    if _is_same_folder(options.load, options.save) and not saved:
         origin = groups.gather_objects(_find_origin(options.load))[0]
-        if origin is None:
+        if origin is not None:
+            start_time = config.replace(load=origin[0], finetune=origin[1], rollback=False)
+            plan = plan_resume(start_time, groups, sizes=sizes, checksums=checksums)
+            note = f"load: {options.load} has no checkpoint yet; starting again from {origin[0]}"
+            return replace(plan, notes=(note, *plan.notes))
+        if not options.finetune:
             note = f"load: {options.load} has no checkpoint yet; starting at step 0"
             return ResumePlan(notes=(note,), stages=stages)
-        start_time = config.replace(load=origin[0], finetune=origin[1])
-        plan = plan_resume(start_time, groups, sizes=sizes, checksums=checksums)
-        note = f"load: {options.load} has no checkpoint yet; starting again from {origin[0]}"
-        return replace(plan, notes=(note, *plan.notes))
     if options.finetune and saved:
         raise UserError(
             f"save: {options.save} contains checkpoints up to {saved[-1].name}, but this run would start at step 0; "

@@ -103,7 +103,7 @@ def build_training_job(config: Config) -> SlurmJob:
         raise UserError("launcher slurm requires save, the run's folder for script, log and checkpoints")
     folder = Path(save)
     requeue: tuple[str, ...] = ()
-    if options.load in (None, save) and not options.rollback:
+    if options.load in (None, save) and not options.rollback and not options.finetune:
         config = config.replace(load=save)  # starts at step 0 if nothing was saved, and resumes after a requeue
     else:
         requeue = (f"load={save}", "finetune=false", "rollback=false")

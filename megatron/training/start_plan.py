@@ -81,7 +81,7 @@ class StartPlan:
     config: Config
     """Configuration of the stage in which the run starts."""
     requested: Config
-    """Configuration of all stages, as the run was started."""
+    """Configuration of all stages, as the run was started; by an earlier attempt, if that saved no checkpoint."""
     resume: ResumePlan
     vocabulary: Vocabulary
     data_position: DataPosition
@@ -120,6 +120,8 @@ def plan_start(
     if rollback is not None:
         resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
     requested, config = config, resume.stage.config
+    options = config.checkpoint
+    requested = requested.replace(load=options.load, finetune=options.finetune, rollback=options.rollback)
     if requested.training.train_iters != config.training.train_iters:  # the corpus of the epochs has changed since
         requested = requested.replace(train_iters=config.training.train_iters)
     vocabulary = read_vocabulary(config.data)

@@ -139,7 +139,10 @@ def test_invalid_jobs_are_rejected_before_the_queue(tmp_path: Path, monkeypatch)
     check_run_folder(job_config("save=a", "load=a"))
 
 
-@pytest.mark.parametrize("keys", [["load=b", "finetune=true"], ["load=a/checkpoints/step_4", "rollback=true"]])
+@pytest.mark.parametrize(
+    "keys",
+    [["load=b", "finetune=true"], ["load=a", "finetune=true"], ["load=a/checkpoints/step_4", "rollback=true"]],
+)
 def test_a_requeued_run_does_not_restart_from_its_first_start(commands, tmp_path, keys) -> None:
     """A requeued run resumes from its own checkpoints if there are any; otherwise it starts as configured."""
     commands("srun")

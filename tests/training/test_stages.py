@@ -17,6 +17,7 @@ from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.resume import plan_resume
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.execution import build_stages
+from megatron.config.load import read_config
 from megatron.config.schema import Config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.mesh import ParallelSizes
@@ -275,18 +276,24 @@ def test_a_branch_equals_a_run_with_a_decay_there(corpus: Path, tmp_path: Path) 
     assert not same_weights(tmp_path / "d", tmp_path / "trunk")
 
 
-def test_a_branch_that_was_killed_before_its_first_checkpoint_is_a_branch_again(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("finetune", [False, True])
+def test_a_run_that_is_killed_before_its_first_checkpoint_starts_again_from_the_same_weights(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: bool
 ) -> None:
+    """Branches and finetunings do so however often they are killed, by their first command and by that of a restart."""
     trunk = tiny_config(corpus, tmp_path / "trunk", train_iters=3, lr_decay_style="constant")
     train(trunk)
-    branch = trunk.replace(save=str(tmp_path / "a"), load=str(tmp_path / "trunk"), train_iters=6)
-    with monkeypatch.context() as patch:
-        kill_at(patch, 2)
-        with pytest.raises(Killed):
-            train(branch)
-    train(branch.replace(load=str(tmp_path / "a")))
-    train(branch.replace(save=str(tmp_path / "b")))
+    first = trunk.replace(save=str(tmp_path / "a"), load=str(tmp_path / "trunk"), finetune=finetune, train_iters=6)
+    restart = first.replace(load=str(tmp_path / "a"))
+    for attempt in (first, first, restart, restart.replace(finetune=False), restart.replace(finetune=False)):
+        with monkeypatch.context() as patch:
+            kill_at(patch, 2)
+            with pytest.raises(Killed):
+                train(attempt)
+        saved = read_config(tmp_path / "a" / "config.yml").checkpoint
+        assert (saved.load, saved.finetune) == (first.checkpoint.load, finetune)
+    train(restart.replace(finetune=False))
+    train(first.replace(save=str(tmp_path / "b")))
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     assert same_weights(tmp_path / "a", tmp_path / "b")
 
