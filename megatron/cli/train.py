@@ -128,9 +128,12 @@ def plan(
     print_notes(filter(None, [describe_assumed_size(request.gpu)]))
     loaded = load_config_arguments(arguments, conf_dir)
     gpu = gpu if request.gpu_memory is None else replace(gpu, gib=request.gpu_memory)
-    memory_option = "" if request.gpu_memory is None else f" --gpu-memory {request.gpu_memory:g}"
-    gpu_options = f"--gpu {resolve_gpu_name(request.gpu)}{memory_option}"
-    cluster = Cluster(gpu, request.gpus, request.gpus_per_node, request.network, request.mfu, gpu_options)
+    given = request.model_dump(exclude_defaults=True, exclude={"gpus", "gpu", "layouts"})
+    gpu_options = f"--gpu {resolve_gpu_name(request.gpu)}" + "".join(
+        f" --{name.replace('_', '-')} {value:.15g}" for name, value in given.items()
+    )
+    num_gpus, gpus_per_node = loaded.config.launch.choose_gpus(request.gpus, request.gpus_per_node)
+    cluster = Cluster(gpu, num_gpus, gpus_per_node, request.network, request.mfu, gpu_options)
     vocab_size = _find_vocab_size(loaded.config, request.vocabulary)
     result = replace(make_plan(loaded.config, vocab_size, cluster), arguments=loaded.arguments)
     if as_json:

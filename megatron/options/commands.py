@@ -123,9 +123,13 @@ class ExportOptions(ConfigSection):
 class PlanOptions(ConfigSection):
     """Cluster to plan for, and the number of layouts to list."""
 
-    gpus: int = config_field(8, "total number of GPUs", ge=1, le=8192)
+    gpus: int | None = config_field(
+        None, "total number of GPUs; num_gpus × nodes of the configuration, or one machine, if absent", ge=1, le=8192
+    )
     gpu: str = config_field("a100-40gb", "GPU model: a100-40gb, a100-80gb, h100, …")
-    gpus_per_node: int = config_field(8, "GPUs per machine", ge=1, le=1024)
+    gpus_per_node: int | None = config_field(
+        None, "GPUs per machine; the configuration's num_gpus, or 8, if absent", ge=1, le=1024
+    )
     network: float = config_field(25.0, "network bandwidth of a node in GB/s; 25 is one 200 Gbit/s adapter", ge=0.001)
     mfu: float = config_field(0.45, "fraction of its peak that a GPU reaches while computing", ge=0.001, le=1)
     gpu_memory: float | None = config_field(
@@ -140,7 +144,9 @@ class PlanOptions(ConfigSection):
 class RehearseOptions(ConfigSection):
     """Simulated GPUs, and the ranks of the run to execute."""
 
-    gpus: int | None = config_field(None, "total number of GPUs; as in the configuration if absent", ge=1, le=8192)
+    gpus: int | None = config_field(
+        None, "total number of GPUs; num_gpus × nodes of the configuration, or one machine, if absent", ge=1, le=8192
+    )
     gpu: str = config_field(
         "a100-40gb", "GPU model: a100-40gb, a100-80gb, h100, … (those of `plan` with compute capability 8.0 or 9.0)"
     )

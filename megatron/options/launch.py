@@ -9,6 +9,9 @@ from megatron.options.section import ConfigSection, config_field, require_patter
 MAX_RANKS = 1024
 """Largest number of processes in a run, so that a mistyped number is reported at once."""
 
+GPUS_PER_NODE = 8
+"""GPUs of a machine that is not this one and not described by a configuration."""
+
 MAX_CORES = 4096
 """Largest number of CPU cores of a process, so that a mistyped number is reported at once."""
 
@@ -152,6 +155,19 @@ class LaunchOptions(ConfigSection):
         if self.num_gpus is not None:
             return self.num_gpus * (self.nodes or 1)
         return self.ranks_per_replica if self.device == "cpu" and self.nodes in (None, 1) else None
+
+    def choose_gpus(self, total: int | None, per_node: int | None) -> tuple[int, int]:
+        """Return the number of GPUs of a job that need not be on this machine: in total, and per machine.
+
+        Args:
+            total: total number; if None, that of these keys, or one machine, or one model replica if that is larger.
+            per_node: number per machine; if None, that of these keys, or `GPUS_PER_NODE`.
+        """
+        per_node = per_node or self.num_gpus or GPUS_PER_NODE
+        if total is None:
+            nodes = self.nodes or 1
+            total = self.num_gpus * nodes if self.num_gpus else max(per_node * nodes, self.ranks_per_replica)
+        return total, min(per_node, total)
 
 
 def find_launch_conflicts(launch: LaunchOptions) -> Iterator[tuple[str, str]]:

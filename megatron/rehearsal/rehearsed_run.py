@@ -104,7 +104,6 @@ STEPS = 3
 MAX_MICRO_BATCHES = 2
 """Micro-batches per step without a pipeline. A pipeline uses its number of stages plus one if that many are in
 flight."""
-DEVICES_PER_NODE = 8
 GPT2_VOCAB_SIZE = 50257
 
 
@@ -199,21 +198,18 @@ def plan_rehearsal(
 
     Args:
         config: configuration as loaded.
-        num_gpus: total number of ranks; by default as configured.
-        devices_per_node: GPUs per machine; by default the configuration's `num_gpus`, or 8.
+        num_gpus, devices_per_node: as for `LaunchOptions.choose_gpus`.
         vocab_size: vocabulary size; by default that of the data if available, else GPT-2's.
         gpu_memory: memory of each GPU, in bytes; if None, the rehearsal itself finds out-of-memory errors.
 
     Raises:
         UserError: if `train` would reject the configuration, or the GPUs do not fill whole nodes.
     """
-    world_size = num_gpus or config.launch.known_world_size or config.launch.ranks_per_replica
-    per_node = devices_per_node or config.launch.num_gpus or DEVICES_PER_NODE
-    if world_size % min(per_node, world_size):
+    world_size, per_node = config.launch.choose_gpus(num_gpus, devices_per_node)
+    if world_size % per_node:
         raise UserError(
             f"--gpus {world_size}: not a multiple of {per_node} GPUs per node; change it, or set --gpus-per-node"
         )
-    per_node = min(per_node, world_size)
     check_run_folder(config)
     missing = _find_missing_data(config)
     notes = []

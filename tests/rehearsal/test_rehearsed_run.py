@@ -1,7 +1,10 @@
 """Configuration of a rehearsal: everything that determines a rank's work, and none of the user's files."""
 
+import json
+
 import numpy as np
 import pytest
+from command_line import calls_without
 
 from megatron.config.load import load_config
 from megatron.data.blend import list_dataset_slices
@@ -91,6 +94,31 @@ def test_nodes_match_the_configuration():
     assert (run.world_size, run.devices_per_node) == (16, 4)
     assert run.requested.launch.launcher == "slurm"
     assert run.config.launch.launcher == "auto"
+
+
+def test_a_plan_and_a_rehearsal_have_the_same_gpus(tmp_path):
+    """Without options they are those of the configuration; the rehearsal that a plan prints has the plan's options."""
+    jobs = {
+        (): (8, 8),
+        ("nodes=2",): (16, 8),
+        ("num_gpus=2",): (2, 2),
+        ("num_gpus=4", "nodes=3", "train_batch_size=96"): (12, 4),
+        ("model_parallel_size=2", "context_parallel_size=8"): (16, 8),
+    }
+    jobs = {("train_micro_batch_size_per_gpu=4", *keys): gpus for keys, gpus in jobs.items()}
+    options = ("--gpus", "16", "--gpus-per-node", "4", "--vocabulary", "1000000", "--mfu", "0.3")
+    calls = {keys: ("plan", "125M", "kerple_log", *keys, "--json") for keys in jobs}
+    other = ("plan", "125M", "kerple_log", *options, "--json")
+    found = calls_without((), [*calls.values(), other], tmp_path)
+    for keys, expected in jobs.items():
+        made = json.loads(found[calls[keys]][1])
+        assert (made["gpus"], made["gpus_per_node"]) == expected
+        run = plan("125M", "kerple_log", **dict(key.split("=") for key in keys))
+        assert (run.world_size, run.devices_per_node) == expected
+    command = json.loads(found[other][1])["rehearse"]
+    assert command == (
+        "./deepy.py rehearse 125M kerple_log --gpus 16 --gpu a100-40gb --gpus-per-node 4 --mfu 0.3 --vocabulary 1000000"
+    )
 
 
 @pytest.mark.parametrize(
