@@ -121,7 +121,7 @@ def find_missing_published_keys(config: Config, set_keys: Container[tuple[str, .
         config: the configuration.
         set_keys: paths of the keys that its files or overrides set.
     """
-    position, values = config.position, config.to_flat()
+    position = config.position
     found: dict[str, dict[str, Any]] = {}
     for key, names in (
         ("pos_emb", position.encodings),
@@ -129,29 +129,42 @@ def find_missing_published_keys(config: Config, set_keys: Container[tuple[str, .
         ("attention_temperature", position.temperatures),
     ):
         for name in names:
-            published = dict(_read_overlay(name))
-            if published.pop(key, None) != name:
-                continue
-            options, defaults = published.pop(f"{key}_options", {}), _read_facts(name).defaults or {}
-            missing = {
-                other: value
-                for other, value in published.items()
-                if (other,) not in set_keys and values.get(other) != value
-            }
-            missing_options = {
-                option: value
-                for option, value in options.items()
-                if (f"{key}_options", option) not in set_keys and defaults.get(option) != value
-            }
-            missing |= {f"{key}_options": missing_options} if missing_options else {}
-            if missing:
+            if _read_overlay(name).get(key) == name and (missing := find_differing_keys(config, name, set_keys)):
                 found[name] = missing
     return found
 
 
+def find_differing_keys(config: Config, name: str, set_keys: Container[tuple[str, ...]] = ()) -> dict[str, Any]:
+    """Find the keys of a file in configs/position that have other values in a configuration; of options, these alone.
+
+    Args:
+        config: the configuration.
+        name: name of the file.
+        set_keys: paths of keys to leave out.
+    """
+    values, position = config.to_flat(), config.position
+    differing: dict[str, Any] = {}
+    methods = {
+        "pos_emb_options": position.encodings,
+        "score_processor_options": position.processors,
+        "attention_temperature_options": position.temperatures,
+    }
+    for key, value in _read_overlay(name).items():
+        if key in methods:
+            options: dict[str, Any] = {}
+            for method in methods[key]:
+                options |= {} if method == "none" else _read_facts(method).defaults or {}
+            options |= values[key]
+            changed = {each: v for each, v in value.items() if (key, each) not in set_keys and options.get(each) != v}
+            differing |= {key: changed} if changed else {}
+        elif (key,) not in set_keys and values.get(key) != value:
+            differing[key] = value
+    return differing
+
+
 @cache
 def _read_overlay(name: str) -> Mapping[str, Any]:
-    """Read the file of a method in configs/position; empty for methods without one."""
+    """Read a file in configs/position; empty if there is none."""
     path = SHIPPED_CONFIGS / "position" / f"{name}.yml"
     return read_yaml(path).values if path.is_file() else {}
 

@@ -120,6 +120,7 @@ def test_a_run_of_the_current_file_is_current_and_an_unknown_one_says_so() -> No
         ("kerple_log", {}),
         ("t5", {}),
         ("stick_breaking", {"softmax_type": "stick-breaking-remainder"}),
+        ("smollm3", {"pos_emb_options": {"base": 2000000}}),
     ],
 )
 def test_the_leaderboard_is_compared_with_the_files_of_methods(method: str, keys: dict[str, Any]) -> None:

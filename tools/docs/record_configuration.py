@@ -14,11 +14,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import yaml
 
+from megatron.config.method_names import find_differing_keys, list_overlays
 from megatron.config.schema import Config, compute_keys_digest, map_key_owners
 from megatron.options.data import SPLITS
 from megatron.position import registry
@@ -29,7 +30,6 @@ METHOD_SECTION = "position"
 """Section of the keys that define a method. Others are settings of its training."""
 DECAY_KEY = "decay_positions"
 LEADERBOARD, LEADERBOARD_FILES = "zoo", ("quickstart", "zoo")
-METHODS = Path(__file__).resolve().parents[2] / "configs" / "position"
 MAX_REMOVED = 4
 """Largest number of keys that a file is assumed to have set since a record."""
 RUN_FOLDER = re.compile(r".*-(?P<digest>[0-9a-f]{8})")
@@ -92,24 +92,11 @@ def _find_change(experiment: str, method: str, folder: str, corpus: PurePath | N
 @cache
 def _compare_with_method_file(method: str) -> ConfigurationChange:
     """Find the keys that a method's file in configs/position sets, and the variant of the leaderboard does not."""
-    path = METHODS / f"{method}.yml"
     config = next((each.config for each in read_sweep(LEADERBOARD_FILES).members if each.variant == method), None)
-    if config is None or not path.is_file():
+    if config is None or method not in list_overlays():
         return ConfigurationChange({}, is_known=False)
-    trained = config.get_training_fingerprint(defaults=True)
-    published = {
-        key: value
-        for key, value in yaml.safe_load(path.read_text()).items()
-        if map_key_owners().get(key) == METHOD_SECTION
-    }
-    if options := published.pop("pos_emb_options", {}):
-        (facts,), _ = registry.describe_methods([published["pos_emb"]])
-        set_options = {**facts["options"], **trained["pos_emb_options"]}
-        changed = {name: value for name, value in options.items() if set_options[name] != value}
-        published |= {"pos_emb_options": changed} if changed else {}
-    return ConfigurationChange(
-        {key: value for key, value in published.items() if key == "pos_emb_options" or trained[key] != value}
-    )
+    keys = find_differing_keys(config, method)
+    return ConfigurationChange({key: keys[key] for key in keys if map_key_owners().get(key) == METHOD_SECTION})
 
 
 def _affects_method(key: str, config: Config) -> bool:
