@@ -15,11 +15,12 @@ import shutil
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from megatron.config.schema import CONFIG_FILE
 from megatron.utils.errors import UserError, check_reachable
 from megatron.utils.formatting import suggest_path
 
 CHECKPOINTS, ARCHIVE_FOLDER = "checkpoints", "abandoned"
-WEIGHTS, CONFIG, PROGRESS = "model.safetensors", "config.yml", "progress.json"
+WEIGHTS, PROGRESS = "model.safetensors", "progress.json"
 TRANSFORMERS_CONFIG = "config.json"
 """Configuration of a model folder of transformers, such as an export."""
 MAX_RUNS_LISTED = 10
@@ -103,8 +104,8 @@ def resolve_checkpoint_path(path: str | Path) -> Path:
     """
     path = Path(path)
     if is_checkpoint(path):
-        if not any((path / name).exists() for name in (CONFIG, PROGRESS)):  # with one of them, it is damaged
-            raise UserError(f"{path}: is not a checkpoint of Farfield (no {CONFIG})")
+        if not any((path / name).exists() for name in (CONFIG_FILE, PROGRESS)):  # with one of them, it is damaged
+            raise UserError(f"{path}: is not a checkpoint of Farfield (no {CONFIG_FILE})")
         return path
     if not path.is_dir():
         check_reachable(path)

@@ -27,8 +27,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.checkpoint.layout import CONFIG, PROGRESS, WEIGHTS, get_run_of_checkpoint, list_checkpoints
-from megatron.config.schema import Config, describe_validation_error, map_key_owners
+from megatron.checkpoint.layout import PROGRESS, WEIGHTS, get_run_of_checkpoint, list_checkpoints
+from megatron.config.schema import CONFIG_FILE, Config, describe_validation_error, map_key_owners
 from megatron.config.yaml_files import read_yaml
 from megatron.options.model import GATED_ACTIVATIONS, compute_intermediate_size
 from megatron.utils.atomic_io import parse_json
@@ -38,7 +38,7 @@ MANIFEST = "manifest.json"
 FORMAT = 6
 """Format version of new checkpoints. It increases when the meaning of their content changes (`MIGRATIONS`)."""
 
-MODEL_FILES = (CONFIG, PROGRESS, WEIGHTS)
+MODEL_FILES = (CONFIG_FILE, PROGRESS, WEIGHTS)
 """Files required to rebuild a model. Every checkpoint has them."""
 
 REWRITE_HINT = "to start over, choose another folder or remove this one"
@@ -295,7 +295,7 @@ def load_checkpoint_config(checkpoint: Path) -> Config:
 
     Raises RunError if it is missing or damaged, or a later version wrote it.
     """
-    path = Path(checkpoint) / CONFIG
+    path = Path(checkpoint) / CONFIG_FILE
     if not path.is_file():
         check_reachable(path)
         raise RunError(f"{path}: not found; the checkpoint is damaged")

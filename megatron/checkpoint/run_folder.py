@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint import layout, manifest
-from megatron.checkpoint.layout import CONFIG, list_checkpoints
+from megatron.checkpoint.layout import list_checkpoints
 from megatron.config.load import read_config
-from megatron.config.schema import Config
+from megatron.config.schema import CONFIG_FILE, Config
 from megatron.utils.atomic_io import LOCK, FolderLock, check_writable, is_lock_held
 from megatron.utils.errors import FarfieldError, RunError, UserError
 
@@ -82,7 +82,7 @@ RESOLVED_CONFIG = "config.resolved.yml"
 def get_config_path(run: str | Path) -> Path:
     """Return the path of a run's resolved configuration. The file may not exist."""
     path = Path(run) / RESOLVED_CONFIG
-    return path if path.is_file() else Path(run) / CONFIG
+    return path if path.is_file() else Path(run) / CONFIG_FILE
 
 
 def save_config(config: Config, run: str | Path) -> str | None:
@@ -94,7 +94,7 @@ def save_config(config: Config, run: str | Path) -> str | None:
         UserError: it may not be written there.
         RunError: the disk fails.
     """
-    usual_path, other_path = Path(run) / CONFIG, Path(run) / RESOLVED_CONFIG
+    usual_path, other_path = Path(run) / CONFIG_FILE, Path(run) / RESOLVED_CONFIG
     if usual_path.exists() and not is_saved_config(usual_path):
         config.save(other_path)
         return f"{usual_path} was not written by a run and is left unchanged; resolved configuration: {other_path}"

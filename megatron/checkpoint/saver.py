@@ -32,7 +32,7 @@ from megatron.checkpoint.run_folder import MissingFolderError
 from megatron.checkpoint.sharded_state import NonFiniteWeightError, PinnedStagingBuffers, Snapshot
 from megatron.checkpoint.tensor_files import OpenFile, open_plain_file
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.schema import Config
+from megatron.config.schema import CONFIG_FILE, Config
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.utils.atomic_io import remove_empty_folders
 from megatron.utils.errors import FarfieldError, RunError, describe_cause
@@ -225,9 +225,9 @@ class Saver:
         weights = sharded_state.merge_weight_shards(
             folder, self.groups.world_size, {"step": str(step)}, self.hooks.open_file
         )
-        self.config.save(folder / layout.CONFIG)
+        self.config.save(folder / CONFIG_FILE)
         save.state.write(folder)
-        small = manifest.compute_checksums(folder, [folder / layout.CONFIG, folder / layout.PROGRESS])
+        small = manifest.compute_checksums(folder, [folder / CONFIG_FILE, folder / layout.PROGRESS])
         manifest.write_manifest(folder, entries | {layout.WEIGHTS: weights} | small)
         os.replace(folder, save.final)
         manifest.sync_folder(save.final.parent)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.layout import CONFIG, PROGRESS, get_run_of_checkpoint, resolve_checkpoint_path
+from megatron.checkpoint.layout import PROGRESS, get_run_of_checkpoint, resolve_checkpoint_path
 from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
-from megatron.config.schema import Config
+from megatron.config.schema import CONFIG_FILE, Config
 from megatron.utils.errors import FarfieldWarning, UserError
 
 
@@ -57,7 +57,7 @@ def open_run(path: str | Path) -> TrainedRun:
         RunError: the run is damaged.
     """
     checkpoint = resolve_checkpoint_path(path)
-    manifest.verify_checkpoint(checkpoint, (CONFIG, PROGRESS))
+    manifest.verify_checkpoint(checkpoint, (CONFIG_FILE, PROGRESS))
     config, trainer_state = load_checkpoint_config(checkpoint), TrainerState.read(checkpoint)
     for file in trainer_state.find_changed_methods(config.position):
         text = f"{path}: the code of {file} has changed since the training; results may differ"

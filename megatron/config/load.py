@@ -27,6 +27,7 @@ from megatron.config import method_names
 from megatron.config.config_layers import COMMAND_LINE, PRECISION_SWITCHES, ConfigLayers, SourcedValue
 from megatron.config.neox_keys import POSITION_ALIASES, RULES, VALUE_RULES
 from megatron.config.schema import (
+    CONFIG_FILE,
     SECTIONS,
     Config,
     KeyPath,
@@ -159,7 +160,7 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
         raise UserError(f"{text}: is a folder; give a configuration file in it, or search it with -d {text}")
     check_reachable(text)
     run = Path(text).parent
-    if Path(text).name == "config.yml" and is_lock_held(run / LOCK):
+    if Path(text).name == CONFIG_FILE and is_lock_held(run / LOCK):
         raise UserError(
             f"{text}: not written yet: a run is starting in {run}; wait until it has started, or choose another folder"
         )

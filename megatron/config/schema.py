@@ -37,6 +37,8 @@ from megatron.utils.formatting import format_choices
 
 KeyPath = tuple[str, ...]
 
+CONFIG_FILE = "config.yml"
+"""Name of the configuration that a run saves in its folder and in its checkpoints."""
 
 _ABSENT = object()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from megatron.config.schema import Config
+from megatron.config.schema import CONFIG_FILE, Config
 from megatron.config.yaml_files import dump_yaml
 from megatron.conversion.families.farfield import TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
 from megatron.conversion.hf_checkpoint import read_hf_source
@@ -259,7 +259,7 @@ def _write_run_files(
     }
     weights.check_names(list(tensor_headers))
     config_text = _format_config(source, config)
-    (new_folder / layout.CONFIG).write_text(config_text, encoding="utf-8")
+    (new_folder / CONFIG_FILE).write_text(config_text, encoding="utf-8")
     save_tokenizer(tokenizer, new_folder)
     checkpoint = new_folder / layout.CHECKPOINTS / layout.format_checkpoint_name(0)
     checkpoint.mkdir(parents=True)
@@ -269,12 +269,12 @@ def _write_run_files(
         _iter_checked_weights(source, weights, tensor_headers),
         {"step": "0"},
     )
-    (checkpoint / layout.CONFIG).write_text(config_text, encoding="utf-8")
+    (checkpoint / CONFIG_FILE).write_text(config_text, encoding="utf-8")
     vocabulary: dict[str, Any] = {"size": tokenizer.vocab_size, "name": tokenizer.name}
     if config.position.attention_mask == "document":
         vocabulary["eod"] = tokenizer.eod
     TrainerState(vocabulary=vocabulary).write(checkpoint)
-    other_checksums = manifest.compute_checksums(checkpoint, [checkpoint / layout.CONFIG, checkpoint / layout.PROGRESS])
+    other_checksums = manifest.compute_checksums(checkpoint, [checkpoint / CONFIG_FILE, checkpoint / layout.PROGRESS])
     manifest.write_manifest(checkpoint, {layout.WEIGHTS: weights_checksum} | other_checksums)
     return gpt.num_parameters()
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron.config.schema import Config
+from megatron.config.schema import CONFIG_FILE, Config
 from megatron.distributed.hardware import count_cores
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.utils.atomic_directory import temporary_folder
@@ -37,7 +37,6 @@ from megatron.utils.imports import SAFE_PATH_VARIABLE
 from megatron.utils.project import join_python_path
 from megatron.utils.signals import HANDLED_SIGNALS, build_signal_exception, get_parent_variable, list_handled_signals
 
-CONFIG_FILE = "config.yml"
 STOP_TIMEOUT = 5.0  # seconds ranks have to exit after another failed, and again after SIGTERM
 POLL_SECONDS = 0.05
 WORKER = (sys.executable, "-m", "megatron.launch.worker")

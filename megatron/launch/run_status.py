@@ -21,6 +21,7 @@ from rich.text import Text
 
 from megatron.checkpoint import layout, run_folder
 from megatron.checkpoint.run_folder import get_config_path
+from megatron.config.schema import CONFIG_FILE
 from megatron.config.yaml_files import format_value, read_yaml
 from megatron.launch.slurm import CONFIGURATION, SCRIPT
 from megatron.training.metrics_log import (
@@ -104,7 +105,7 @@ def _walk_run_folders(path: Path) -> Iterator[Path]:
     """Yield folders with files of a run or job. Checkpoints are excluded because training may rename them meanwhile."""
     for folder, subfolders, files in os.walk(path):
         subfolders[:] = [name for name in subfolders if name != layout.CHECKPOINTS]
-        if not {layout.CONFIG, LOCK, METRICS_FILE, SCRIPT}.isdisjoint(files):
+        if not {CONFIG_FILE, LOCK, METRICS_FILE, SCRIPT}.isdisjoint(files):
             yield Path(folder)
 
 
@@ -156,7 +157,7 @@ def read_status(run: Path) -> RunStatus:
     with problems.report(run / HEARTBEAT_FILE):
         beat = read_heartbeat(run)
     is_submitted = (run / SCRIPT).is_file() and not _is_run(run)
-    with problems.report(run / layout.CONFIG):
+    with problems.report(run / CONFIG_FILE):
         if (configured := run / CONFIGURATION if is_submitted else get_config_path(run)).exists():
             train_iters = _read_key(configured, "train_iters", int)
     train = [record for record in records if record.get("kind") == "train"]

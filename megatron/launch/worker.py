@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.load import read_config
-from megatron.config.schema import Config
+from megatron.config.schema import CONFIG_FILE, Config
 from megatron.distributed.launcher_environment import RankInfo
-from megatron.launch.rank_group import CONFIG_FILE, ErrorReport, get_error_path
+from megatron.launch.rank_group import ErrorReport, get_error_path
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.console import GuardedStream, log_traceback, run_console
 from megatron.utils.errors import FarfieldError, HangError, RunError

@@ -22,7 +22,7 @@ from megatron.checkpoint.manifest import find_latest_valid, load_checkpoint_conf
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.execution import build_stages
 from megatron.config.load import read_config
-from megatron.config.schema import KeyPath
+from megatron.config.schema import CONFIG_FILE, KeyPath
 from megatron.config.stages import find_writing_stage, list_stage_configs
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import compute_sequence_range
@@ -127,7 +127,7 @@ def find_member_divergence(member: SweepMember) -> RunFailure | None:
     if divergence is None:
         return None
     try:
-        run_config = read_config(member.folder / checkpoints.CONFIG)
+        run_config = read_config(member.folder / CONFIG_FILE)
     except FarfieldError:
         return None
     run_keys, options = run_config.get_training_fingerprint(), run_config.checkpoint

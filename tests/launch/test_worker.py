@@ -7,6 +7,7 @@ import forked
 import pytest
 from tiny_runs import tiny_config, write_corpora
 
+from megatron.config.schema import CONFIG_FILE
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.launch import worker
@@ -22,7 +23,7 @@ def test_an_error_is_written_for_the_launcher_in_one_line(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(worker, "exit_with_parent", lambda: None)
     config = tiny_config(corpus, load=str(tmp_path / "no run"))
-    resolve_run(config, LocalHardware.detect()).config.save(tmp_path / worker.CONFIG_FILE)
+    resolve_run(config, LocalHardware.detect()).config.save(tmp_path / CONFIG_FILE)
     assert worker.main([str(tmp_path), str(tmp_path / "log.txt"), "0"]) == 2
     left = json.loads(worker.get_error_path(tmp_path, 0).read_text())
     assert left["kind"] == "user"
@@ -36,7 +37,7 @@ def test_an_error_is_written_for_the_launcher_in_one_line(
 )
 def test_process_groups_end_with_their_process(tmp_path: Path, way: str, code: int | None) -> None:
     config = tiny_config(write_corpora(tmp_path / "data"), tmp_path / "run", train_iters=2)
-    resolve_run(config, LocalHardware.detect()).config.save(tmp_path / worker.CONFIG_FILE)
+    resolve_run(config, LocalHardware.detect()).config.save(tmp_path / CONFIG_FILE)
     done = forked.run(SCRIPT, str(tmp_path), way, "gloo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     met, there, aborted = True, False, 0
@@ -46,7 +47,7 @@ def test_process_groups_end_with_their_process(tmp_path: Path, way: str, code: i
 @pytest.mark.parametrize(("way", "waits"), [("end", True), ("run", False)])
 def test_a_rank_that_failed_does_not_wait_for_the_others_of_nccl(tmp_path: Path, way: str, waits: bool) -> None:
     config = tiny_config(write_corpora(tmp_path / "data"), tmp_path / "run", train_iters=1)
-    resolve_run(config, LocalHardware.detect()).config.save(tmp_path / worker.CONFIG_FILE)
+    resolve_run(config, LocalHardware.detect()).config.save(tmp_path / CONFIG_FILE)
     done = forked.run(SCRIPT, str(tmp_path), way, "nccl", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     _, _, there, aborted = json.loads((tmp_path / "found.json").read_text())

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.layout import CHECKPOINTS, CONFIG, WEIGHTS, format_checkpoint_name
+from megatron.checkpoint.layout import CHECKPOINTS, WEIGHTS, format_checkpoint_name
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.checkpoint.weights import list_persistent_buffers
-from megatron.config.schema import Config
+from megatron.config.schema import CONFIG_FILE, Config
 from megatron.config.yaml_files import dump_yaml
 from megatron.data.load_tokenizer import save_tokenizer
 from megatron.data.tokenizers import ByteTokenizer, Tokenizer
@@ -195,7 +195,7 @@ def write_run(folder: Path, config: Config, gpt: GPT, tokenizer: Tokenizer | Non
     save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, checkpoint / WEIGHTS)
     # Write only keys that were set, as in an imported run. Parsing all keys would dominate the run time.
     keys = {**config.model.model_dump(exclude_unset=True), **config.position.model_dump(exclude_unset=True)}
-    (checkpoint / CONFIG).write_text(dump_yaml(keys), encoding="utf-8")
+    (checkpoint / CONFIG_FILE).write_text(dump_yaml(keys), encoding="utf-8")
     vocabulary = {"size": tokenizer.vocab_size, "name": tokenizer.name}
     if config.position.attention_mask == "document":
         vocabulary["eod"] = tokenizer.eod
