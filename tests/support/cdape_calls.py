@@ -116,6 +116,10 @@ p), chunks, decoding, H above 16; a window that ends with a tile, so that hidden
 and a length with this property; a head dimension in two parts, and the largest; tiles visible to all rows, which use
 separate code; documents, some shorter than k, that start within and at tiles and chunks; sinks."""
 
+SMALL_LOSS = 2.0**-27
+"""Scale of the gradients of a mean over 10⁸ numbers. It is a power of two, so that exact results are scaled exactly; in
+float16 such gradients would be zero."""
+
 SATURATED = Case(1, 3, 18, 18, 8, 6, 3)
 """Case for a bias beyond float16's range."""
 

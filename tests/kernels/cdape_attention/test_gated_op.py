@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cdape_calls import SMALL_LOSS
 from cuda_emulator import Emulator, find_compiler
 from kernel_references import cdape_attention
 from memory_measurement import Peak
@@ -130,10 +131,13 @@ def attend(
     return function(args, row_bias=row, key_bias=key)
 
 
-def differentiate(function: Callable[..., Tensor], call: Call, inputs: list[Tensor]) -> dict[str, Tensor]:
+def differentiate(
+    function: Callable[..., Tensor], call: Call, inputs: list[Tensor], strength: float = 1.0
+) -> dict[str, Tensor]:
+    """Return the output and all gradients. `strength` is the scale of the incoming gradient."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     output = attend(function, call, *leaves)
-    into = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(call.dtype)
+    into = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(call.dtype) * strength
     output.backward(into.to(output))
     return dict(zip(NAMES, [output.detach(), *(x.grad for x in leaves)], strict=call.has_sinks))
 
@@ -165,14 +169,19 @@ def use_emulator(
 
 
 def run(
-    call: Call, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch, folder: Path = FOLDER, backwards: bool = False
+    call: Call,
+    inputs: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path = FOLDER,
+    backwards: bool = False,
+    strength: float = 1.0,
 ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     """Return the output, the gradients, and the counts of the emulator's errors; a GPU counts none."""
     attend_in_chunks = partial(attend_with_gates, chunk=call.chunk)
     if HAS_GPU:
-        return differentiate(attend_in_chunks, call, [x.to(DEVICE) for x in inputs]), NO_ERRORS
+        return differentiate(attend_in_chunks, call, [x.to(DEVICE) for x in inputs], strength), NO_ERRORS
     emulator = use_emulator(call, monkeypatch, folder, backwards)
-    return differentiate(attend_in_chunks, call, inputs), emulator.get_faults().errors
+    return differentiate(attend_in_chunks, call, inputs, strength), emulator.get_faults().errors
 
 
 def compute_truth(call: Call, inputs: list[Tensor]) -> dict[str, Tensor]:
@@ -223,6 +232,15 @@ def test_a_bias_beyond_the_range_of_float16_does_not_saturate(monkeypatch: pytes
     for name in sorted({*found} - {"row_bias", "b2"}):
         error = (found[name].double() - exact[name]).norm() / exact[name].norm()
         assert error <= 4 * torch.finfo(call.dtype).eps, name
+
+
+def test_gradients_of_a_small_loss_lose_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = CALLS[6]
+    assert call.dtype == torch.bfloat16  # float16 needs a loss scaler
+    inputs = call.draw()
+    found, _ = run(call, inputs, monkeypatch)
+    small, _ = run(call, inputs, monkeypatch, strength=SMALL_LOSS)
+    assert [name for name in NAMES[1:] if not torch.equal(small[name], found[name] * SMALL_LOSS)] == []
 
 
 @only_emulated

@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from cdape_calls import Case, differentiated, into_output, takes_fields, truth
+from cdape_calls import SMALL_LOSS, Case, differentiated, into_output, takes_fields, truth
 from cuda_emulator import Emulator, find_compiler
 from mixer_emulation import LOCAL_CASES, NO_ERRORS, AllMemory
+from torch import Tensor
 
 from megatron.kernels.cdape_attention import mixer, mixer_chunks, op
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
@@ -48,19 +49,15 @@ IN_BFLOAT16 = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*((case, torch.float16) for case in CASES), *((case, torch.bfloat16) for case in IN_BFLOAT16)],
-    ids=str,
-)
-def test_outputs_and_gradients_err_by_rounding_alone(
-    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def run(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, inputs: list[Tensor | None], into: Tensor
+) -> dict[str, Tensor]:
+    """Return the output and all gradients, with CUDA kernels in the emulator."""
     emulator, launched = Emulator(FOLDER), []
     emulator.begin([AllMemory()])  # type: ignore[list-item]
 
     def choose_kernels(
-        problem: CdapeProblem, chunk: Chunk, k: torch.Tensor, families: tuple[KernelFamily, ...]
+        problem: CdapeProblem, chunk: Chunk, k: Tensor, families: tuple[KernelFamily, ...]
     ) -> tuple[MixerKernel, ...] | None:
         sizes = (problem.shape, dtype, case.dim, chunk.right - chunk.left)
         if not all(mixer.is_supported(*sizes, family.limits) for family in families):
@@ -76,11 +73,31 @@ def test_outputs_and_gradients_err_by_rounding_alone(
 
     monkeypatch.setattr(mixer_chunks, "choose_kernels", choose_kernels)
     monkeypatch.setattr(mixer_chunks, "launch_kernel", launch)
-    inputs, into = case.inputs(dtype), into_output(case, dtype)
     attend = partial(takes_fields(op.cdape_attention), **case.options, chunk=case.chunk)
     found = differentiated(attend, inputs, into)
     of_gradients = {"logit_gradient.h", "mixer_backward.h"} if case.heads <= HEADS else set()
     of_gradients -= {"logit_gradient.h"} if case.has_head_map else set()
     assert set(launched) == {"mixer_forward.h"} | of_gradients
     assert emulator.get_faults().errors == NO_ERRORS
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, torch.float16) for case in CASES), *((case, torch.bfloat16) for case in IN_BFLOAT16)],
+    ids=str,
+)
+def test_outputs_and_gradients_err_by_rounding_alone(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, into = case.inputs(dtype), into_output(case, dtype)
+    found = run(case, dtype, monkeypatch, inputs, into)
     assert_within_rounding(found, truth(case, inputs, into), dtype, stored=True)
+
+
+@pytest.mark.parametrize("case", IN_BFLOAT16, ids=str)
+def test_gradients_of_a_small_loss_lose_no_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, into = case.inputs(torch.bfloat16), into_output(case, torch.bfloat16)
+    found, small = (run(case, torch.bfloat16, monkeypatch, inputs, into * strength) for strength in (1.0, SMALL_LOSS))
+    del found["output"], small["output"]
+    assert [name for name in found if not torch.equal(small[name], found[name] * SMALL_LOSS)] == []

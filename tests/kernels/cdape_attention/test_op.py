@@ -14,6 +14,7 @@ from cdape_calls import (
     NAMES,
     SATURATED,
     SMALL,
+    SMALL_LOSS,
     Case,
     differentiated,
     doubled,
@@ -64,6 +65,16 @@ def _assert_rounding_alone(
 def test_outputs_and_gradients_err_by_rounding_alone(case: Case, dtype: torch.dtype, device: str) -> None:
     found = _assert_rounding_alone(case, dtype, device)
     assert case.has_sinks or (found["b2"] == 0).all()
+
+
+@pytest.mark.usefixtures("tall_tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_of_a_small_loss_lose_no_bit(dtype: torch.dtype, device: str) -> None:
+    case = SMALL[2]
+    inputs, into = case.inputs(dtype, device), into_output(case, dtype, device)
+    attend = partial(cdape_attention, **case.options, chunk=case.chunk)
+    found, small = (differentiated(attend, inputs, into * strength) for strength in (1.0, SMALL_LOSS))
+    assert [name for name in NAMES[1:] if not torch.equal(small[name], found[name] * SMALL_LOSS)] == []
 
 
 FAULTS: dict[str, Callable[[Case, list[Tensor | None], Tensor], dict[str, Tensor]]] = {
