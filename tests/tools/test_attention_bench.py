@@ -139,7 +139,7 @@ def test_coarse_gradients_of_parameters_do_not_hide_a_wrong_output() -> None:
         found = eager(q, k, v)
         return found + 0.05 * torch.cat([found[:, :1], 0 * found[:, 1:]], dim=1).detach()
 
-    verdicts = check_peers(problem, {"eager": eager, "wrong": wrong})
+    verdicts = dict(check_peers(problem, {"eager": eager, "wrong": wrong}))
     assert verdicts["eager"].refusal is None
     assert verdicts["eager"].errors[parameters] > 0.005
     assert verdicts["wrong"].refusal is not None
@@ -285,6 +285,24 @@ def test_an_interruption_after_the_warmup_pass_reports_its_time(monkeypatch: pyt
     assert last["ms"] is None
 
 
+def test_an_interruption_of_the_gate_keeps_its_verdicts(
+    extra: dict[str, Attention], command: Run, tmp_path: Path
+) -> None:
+    """A peer that compiles until the time limit does not cost the verdicts of those before it."""
+
+    def compile_for_minutes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    extra["slow"] = compile_for_minutes
+    words = ("--lengths", "12", "--gate-only", "--peers", "eager", "slow", "--json", str(tmp_path / "a.json"))
+    with pytest.raises(KeyboardInterrupt):
+        command(attention_bench, *TINY, *words)
+    (record,) = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["records"]
+    assert (record["peer"], record["cut"], record["ms"]) == ("eager", True, None)
+    assert record["error"] < ROUNDING
+    assert "refusal" not in record
+
+
 def test_the_gate_alone_takes_no_times(command: Run, tmp_path: Path) -> None:
     words = ("--gate-only", "--op", "biased_attention", "cdape", "--dtype", "fp32", "bf16", "--lengths", "12",
              "--peers", "chunked", "--json", str(tmp_path / "a.json"))  # fmt: skip
@@ -309,7 +327,7 @@ def test_judges_and_peers_compute_float32_in_full() -> None:
     try:
         for switch in switches:
             switch.allow_tf32 = True
-        check_peers(PROBLEM, {"right": right})
+        dict(check_peers(PROBLEM, {"right": right}))
         assert [switch.allow_tf32 for switch in switches] == [False, False]
     finally:
         for switch, value in zip(switches, before, strict=True):

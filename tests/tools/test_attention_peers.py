@@ -63,7 +63,7 @@ def test_peers_equal_the_reference_in_float64(name: str) -> None:
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_peers_pass_the_gate_in_the_type_of_gpus(name: str) -> None:
     problem = replace(PROBLEMS[name], dtype=torch.bfloat16)
-    verdicts = check_peers(problem, every_peer(problem))
+    verdicts = dict(check_peers(problem, every_peer(problem)))
     assert {peer: verdict.refusal for peer, verdict in verdicts.items() if verdict.refusal} == {}
     assert {peer for peer, verdict in verdicts.items() if verdict.error is None} == {"flash"}
 

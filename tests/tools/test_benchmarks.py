@@ -1,5 +1,7 @@
 """Benchmarks of saves and of documents in rows: every kind is measured, and counts agree with an enumeration."""
 
+import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_runs import write_corpora
 
-from tools.bench import checkpoint_save
+from tools.bench import checkpoint_save, tiles
 from tools.bench.document_distances import measure_distances
 from tools.bench.document_perplexity import cut_definitions
 
@@ -74,3 +76,37 @@ def test_parts_are_the_text(pieces: list[str]) -> None:
     parts = list(cut_definitions(text))
     assert "".join(parts).split() == text.split()
     assert all(part.strip() for part in parts)
+
+
+def test_interrupted_tiles_keep_the_records_of_finished_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+
+    class Worker:
+        """Worker of which only the first finishes; Ctrl-C comes while the second one runs."""
+
+        returncode = None
+
+        def __init__(self, command: list[str], **options: object) -> None:
+            self.place, folder = int(command[-1]), Path(command[command.index("--worker") + 1])
+            if self.place == 0:
+                record = {"kernel": "mix_fwd", "tile": "first", "B": 1, "T": 16, "us": {"_fwd_kernel": 2.0}}
+                (folder / "records0.json").write_text(json.dumps([record]))
+
+        def wait(self) -> None:
+            if self.place == 1 and not killed:
+                raise KeyboardInterrupt
+
+        def kill(self) -> None:
+            killed.append(self.place)
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(tiles.subprocess, "Popen", Worker)
+    monkeypatch.setattr(tiles, "collect_provenance", lambda *_: {})
+    monkeypatch.setattr(sys, "argv", ["tiles.py", "--device", "cpu", "--json", str(tmp_path / "a.json")])
+    with pytest.raises(KeyboardInterrupt):
+        tiles.main()
+    (record,) = json.loads((tmp_path / "a.json").read_text())["records"]
+    assert record["tile"] == "first"
+    assert 1 in killed

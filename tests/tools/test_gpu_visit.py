@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tools.bench import profile_step
 from tools.bench.profile_step import format_console_lines, measure_machine, profile_candidate
-from tools.bench.train_step import StepProblem, build_candidates
+from tools.bench.train_step import StepProblem, build_candidate
 from tools.gpu import visit
 from tools.gpu.goals import VISIT_GOALS
 from tools.gpu.parts import list_visit_parts
@@ -20,7 +21,8 @@ STEP = {"op": "train_step", "peer": "cdape", "model": "350M", "B": 32, "T": 512}
 
 
 def build_result(milliseconds: float, machine: str = "H200") -> dict[str, Any]:
-    record = {**STEP, "ms": {"both": [1.0, milliseconds, 300.0]}}
+    cost = {"tokens_per_second": 163840, "ratio_to_kerple_log": 1.25, "mfu": 0.2, "peak_memory_mb": 5.0}
+    record = {**STEP, "dtype": "bf16", **cost, "ms": {"both": [1.0, milliseconds, 300.0]}}
     refused = {**STEP, "peer": "plain", "ms": None, "refusal": "out of memory"}
     profile = {**STEP, "op": "profile", "wall_ms": 2 * milliseconds}
     parts = {
@@ -33,10 +35,12 @@ def build_result(milliseconds: float, machine: str = "H200") -> dict[str, Any]:
 
 def test_the_page_has_ratios_to_the_last_record_of_the_same_machine() -> None:
     page = render_visit(build_result(100.0), build_result(200.0))
-    assert "| `step_512` | op train_step, peer cdape, model 350M, B 32, T 512 | 100.000 | 200.0 | 0.500 |" in page
+    shape = "peer cdape, model 350M, dtype bf16, B 32, T 512"
+    assert f"| `step_512` | op train_step, {shape} | 100.000 | 200.0 | 0.500 |" in page
     assert "| `profile` | op profile, peer cdape, model 350M, B 32, T 512 | 200.000 | 400.0 | 0.500 |" in page
     assert "cut after 150 s" in page
     assert "- `step_512`, plain: out of memory" in page
+    assert "| train_step | 350M | 512 | 32 | bf16 | cdape | 100.00 | 163,840 | — | 1.250 | — | 0.200 | 5 |" in page
     kept = build_result(100.0)
     kept["parts"]["step_512"]["kept"] = "2026-11-20"
     assert "| `step_512` | done on 2026-11-20 | 7 |" in render_visit(kept, build_result(200.0))
@@ -48,11 +52,13 @@ def test_the_page_has_ratios_to_the_last_record_of_the_same_machine() -> None:
 
 def test_the_page_has_the_memory_of_trainings_beside_the_plan() -> None:
     training = {"case": "zero_1", "model": "350M", "T": 512, "B": 1, "eager_peak_gb": 6.3, "planned_gb": 6.0}
+    training["equal"] = False
     failed = {"case": "fp16", "model": "350M", "T": 512, "B": 1, "failure": "OutOfMemoryError"}
     result = build_result(100.0)
     assert "plan, GB" not in render_visit(result, None)
     result["parts"]["training"] = {"exit": 0, "seconds": 9.0, "records": [training, failed]}
-    assert "| zero_1 | 350M | 1 × 512 | 6.30 | 6.00 | 1.050 |" in render_visit(result, None)
+    assert "| zero_1 | 350M | 1 × 512 | **no** | 6.30 | 6.00 | 1.050 |" in render_visit(result, None)
+    assert "- `training`, fp16: OutOfMemoryError" in render_visit(result, None)
 
 
 def test_the_page_has_goals_counters_rates_and_evidence() -> None:
@@ -147,7 +153,7 @@ def test_a_rehearsal_does_not_write_over_a_record(
 
 def test_a_step_is_profiled_on_a_cpu() -> None:
     problem = StepProblem("tiny", 8, 1, "fp32", "cpu")
-    record = profile_candidate(problem, "kerple_log", build_candidates(problem, ["kerple_log"])["kerple_log"])
+    record = profile_candidate(problem, "kerple_log", build_candidate(problem, "kerple_log"))
     assert record["wall_ms"] > 0
     assert record["host_ops"]
     machine = measure_machine("cpu")
@@ -155,3 +161,25 @@ def test_a_step_is_profiled_on_a_cpu() -> None:
     for each in (record, machine):
         json.dumps(each)
         assert format_console_lines(each)
+
+
+def test_methods_without_time_for_a_profile_are_recorded_as_not_measured(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise the part would count as complete, and no later visit would measure them."""
+    clock = iter(range(0, 1000, 50))
+    machine = {"op": "machine", "device": "cpu"}
+
+    def profile(problem: StepProblem, name: str, candidate: object) -> dict[str, Any]:
+        times = {"wall_ms": 1.0, "host_ms": 1.0, "busy_ms": 1.0, "launches": 0.0, "kernels": []}
+        return {**profile_step.describe_candidate(problem, name), **times}
+
+    monkeypatch.setattr(profile_step.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(profile_step, "measure_machine", lambda device: machine)
+    monkeypatch.setattr(profile_step, "build_candidate", lambda problem, name: None)
+    monkeypatch.setattr(profile_step, "profile_candidate", profile)
+    words = ("--shapes", "tiny:8:1", "--methods", "kerple_log", "plain", "--seconds", "75", "--device", "cpu")
+    assert command(profile_step, *words, "--json", str(tmp_path / "a.json")) == 1
+    _, done, left = json.loads((tmp_path / "a.json").read_text())["records"]
+    assert (done["peer"], "refusal" in done) == ("kerple_log", False)
+    assert (left["peer"], left["B"], left["refusal"]) == ("plain", 1, "no time left")

@@ -1,10 +1,12 @@
 """Hardware counters and rates of instructions: what they read from ncu, and what they say without it."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
 
@@ -102,6 +104,56 @@ def test_counters_that_are_not_permitted_are_one_line(
     assert output.count("\n") == 1
     assert record["refusal"] in output
     assert ("permits counters" in output) == bool(text)
+
+
+def test_a_hanging_ncu_ends_with_all_it_started_and_keeps_earlier_counts(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first operator's kernels are recorded; the second one's process is killed at its time limit."""
+    hang = f"sleep 600 & echo $! > '{tmp_path}/child'; wait"
+    script = f"#!/bin/sh\ncase \"$FARFIELD_COUNTED_PROBLEM\" in\n*biased*) {hang};;\nesac\ncat <<'END'\n{LONG}END\n"
+    (tmp_path / "ncu").write_text(script)
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setattr(kernel_counters, "find_ncu", lambda: str(tmp_path / "ncu"))
+    words = ("--batch", "2", "--length", "4", "--device", "cpu", "--seconds", "1", "--json", str(tmp_path / "a.json"))
+    written: list[int] = []
+    write_record = kernel_counters.write_record
+    monkeypatch.setattr(
+        kernel_counters,
+        "write_record",
+        lambda path, result: (written.append(len(result["records"])), write_record(path, result)),
+    )
+    assert not command(kernel_counters, *words)
+    records = json.loads((tmp_path / "a.json").read_text())["records"]
+    assert [record["peer"] for record in records] == ["cdape", "cdape", "biased_attention"]
+    assert records[-1]["refusal"] == "ncu: TimeoutExpired after at most 1 s"
+    assert written == [2, 3]
+    child = Path("/proc") / (tmp_path / "child").read_text().strip() / "cmdline"
+    for _ in range(500):  # ended, or a zombie
+        if not child.exists() or not child.read_bytes():
+            return
+        time.sleep(0.01)
+    pytest.fail("the counted process is left")
+
+
+def test_ncu_leaves_the_clocks_of_the_gpu_as_they_are(run_with_ncu: Callable[..., list[dict[str, Any]]]) -> None:
+    assert len(run_with_ncu(LONG, known="--clock-control?none")) == 2
+
+
+def test_rates_measured_before_an_interruption_are_kept(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(instruction: str, warps: int) -> dict[str, Any]:
+        if instruction == "TRANSPOSE":
+            raise KeyboardInterrupt
+        return {"op": "instruction_rate", "peer": instruction, "warps": warps, "clocks": 2.0}
+
+    with fake_gpu.fake_gpu():
+        monkeypatch.setattr(instruction_rates, "measure_rate", measure)
+        with pytest.raises(KeyboardInterrupt):
+            command(instruction_rates, "--device", "cuda", "--json", str(tmp_path / "a.json"))
+    records = json.loads((tmp_path / "a.json").read_text())["records"]
+    assert [record["warps"] for record in records] == list(instruction_rates.WARPS)
 
 
 def test_without_ncu_it_says_so(

@@ -66,3 +66,21 @@ def test_it_imports_nothing_heavy() -> None:
     code = f"import sys, tools.records; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_process_killed_while_it_writes_leaves_the_earlier_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.json"
+    records.write_record(path, {"records": [1]}, "page")
+    write_text = Path.write_text
+
+    def be_killed(file: Path, text: str, **options: str) -> None:
+        write_text(file, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", be_killed)
+    with pytest.raises(KeyboardInterrupt):
+        records.write_record(path, {"records": [1, 2]}, "longer page")
+    assert json.loads(path.read_text(encoding="utf-8")) == {"records": [1]}
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == "page"

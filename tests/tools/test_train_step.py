@@ -130,6 +130,22 @@ def test_an_interrupted_run_keeps_its_measurements(
     assert all((record["ms"] is None) == (record["rounds"] == 0) for record in records)
 
 
+def test_an_interruption_while_models_are_built_is_recorded(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def build(problem: StepProblem, method: str) -> train_step.Candidate:
+        if method == "cdape":
+            raise KeyboardInterrupt
+        return train_step.Candidate(lambda: None, 1.0)
+
+    monkeypatch.setattr(train_step, "build_farfield", build)
+    words = ("--device", "cpu", "--methods", "kerple_log", "cdape", "--json", str(tmp_path / "a.json"))
+    with pytest.raises(KeyboardInterrupt):
+        command(train_step, *TINY, *words)
+    (record,) = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["records"]
+    assert (record["peer"], record["cut"], record["ms"]) == ("kerple_log", True, None)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

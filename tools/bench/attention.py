@@ -71,12 +71,16 @@ def benchmark_problem(
     """Return one record per peer. With 0 rounds only the gate runs. Records of an interrupted problem contain `cut`."""
     torch.compiler.reset()  # each problem compiles separately, far from Dynamo's recompilation limit
     judged = shorten_problem(problem)
-    verdicts = _check_problem(judged, wanted)
-    found = _select_peers(problem, wanted)
-    times: Times = {name: [] for name in found if verdicts[name].refusal is None} if rounds else {}
-    warm: Times = {name: [] for name in times}
+    verdicts: dict[str, GateResult] = {}
+    found: dict[str, Attention] = {}
+    times: Times = {}
+    warm: Times = {}
     cut = False
     try:
+        _check_problem(judged, wanted, verdicts)
+        found = _select_peers(problem, wanted)
+        times |= {name: [] for name in found if verdicts[name].refusal is None} if rounds else {}
+        warm |= {name: [] for name in times}
         _time_rounds(problem, rounds, found, verdicts, warm, times)
     except KeyboardInterrupt:
         cut = True
@@ -84,8 +88,7 @@ def benchmark_problem(
             times[name] = times[name] or warm[name]
     ours = next((name for name in REFERENCE_PEERS if times.get(name)), None)
     records = []
-    for name in found:
-        verdict = verdicts[name]
+    for name, verdict in verdicts.items():
         record = {
             "op": problem.op, "peer": name, "device": problem.device,
             "dtype": str(problem.dtype).removeprefix("torch."), "B": problem.batch, "T": problem.length,
@@ -115,18 +118,17 @@ def shorten_problem(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, length=longest, batch=max(problem.batch, sequences))
 
 
-def _check_problem(problem: AttentionProblem, wanted: list[str] | None) -> dict[str, GateResult]:
-    """Judge every peer. A peer slightly above the limit is judged again with other numbers.
+def _check_problem(problem: AttentionProblem, wanted: list[str] | None, verdicts: dict[str, GateResult]) -> None:
+    """Judge every peer, and fill in the verdicts. A peer slightly above the limit is judged again with other numbers.
 
     A run's own self-check does the same (`attention/check/trials.py`), because a gradient with few elements may exceed
     the limit by chance.
     """
-    verdicts = check_peers(problem, _select_peers(problem, wanted))
+    verdicts.update(check_peers(problem, _select_peers(problem, wanted)))
     if doubtful := [name for name, verdict in verdicts.items() if verdict.is_doubtful]:
         other = replace(problem, seed=problem.seed + 1)
-        for name, verdict in check_peers(other, _select_peers(other, doubtful)).items():
+        for name, verdict in check_peers(other, _select_peers(other, doubtful)):
             verdicts[name] = replace(verdict, is_second_check=True)
-    return verdicts
 
 
 def _time_rounds(

@@ -7,6 +7,7 @@ on the machine. A fused kernel rounds the factors of its products and the values
 round every intermediate result, as unfused code does.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,10 +147,11 @@ class ErrorGate:
         return max(compute_size_ratio(mine.double() - exact, size) for mine, exact, size in judged)
 
 
-def check_peers(problem: AttentionProblem, found: dict[str, Attention]) -> dict[str, GateResult]:
-    """Judge every peer. A peer that raises or exceeds rounding errors is not timed."""
+def check_peers(problem: AttentionProblem, found: dict[str, Attention]) -> Iterator[tuple[str, GateResult]]:
+    """Judge the peers one by one. A peer that raises or exceeds rounding errors is not timed."""
     judge = ErrorGate(problem)
-    return {name: judge.judge(name, attention) for name, attention in found.items()}
+    for name, attention in found.items():
+        yield name, judge.judge(name, attention)
 
 
 def _key_by_index(values: list[Any]) -> dict[str, Any]:

@@ -107,14 +107,14 @@ def train(config: Any, steps: int) -> dict[str, Any]:
 
     run.engine.forward_backward = listen  # type: ignore[method-assign]
     trainer, seconds = Trainer(run, time.perf_counter()), []
+    never_stop = GracefulStop()  # not entered: Ctrl-C ends the tool at once, as nothing needs to be saved
     try:
-        with GracefulStop() as stop:
-            for _ in range(WARMUP_STEPS + steps):
-                torch.cuda.synchronize()
-                start_time = time.perf_counter()
-                trainer.train_step(stop)
-                torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - start_time)
+        for _ in range(WARMUP_STEPS + steps):
+            torch.cuda.synchronize()
+            start_time = time.perf_counter()
+            trainer.train_step(never_stop)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start_time)
         masters = {shard.name: shard.master.clone() for shard in list_optimizer_shards(run.engine.deepspeed)}
         reserved = torch.cuda.memory_reserved()
         peak = torch.cuda.max_memory_allocated()

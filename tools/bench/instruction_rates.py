@@ -86,17 +86,25 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.device == "cpu":
-        records = [{"op": "instruction_rate", "peer": "all", "refusal": "requires a CUDA device"}]
-    else:
-        records = [measure_rate(instruction, warps) for instruction in INSTRUCTIONS for warps in WARPS]
-        records += [measure_rate(COPIED, warps, copies) for copies in COPIES for warps in WARPS]
-    for record in records:
+    result: dict[str, Any] = {**collect_provenance(__file__, arguments.device), "records": []}
+
+    def add(record: dict[str, Any]) -> None:
+        result["records"].append(record)
         value = record.get("refusal") or f"{record['clocks']:.3f} clocks from {record['warps']} warps"
-        print(f"{record['peer']:<32} {value}")
-    if arguments.json is not None:
-        write_record(arguments.json, {**collect_provenance(__file__, arguments.device), "records": records})
-    sys.exit(arguments.device != "cpu" and any("refusal" in record for record in records))
+        print(f"{record['peer']:<32} {value}", flush=True)
+        if arguments.json is not None:
+            write_record(arguments.json, result)
+
+    if arguments.device == "cpu":
+        add({"op": "instruction_rate", "peer": "all", "refusal": "requires a CUDA device"})
+        return
+    for instruction in INSTRUCTIONS:
+        for warps in WARPS:
+            add(measure_rate(instruction, warps))
+    for copies in COPIES:
+        for warps in WARPS:
+            add(measure_rate(COPIED, warps, copies))
+    sys.exit(any("refusal" in record for record in result["records"]))
 
 
 if __name__ == "__main__":

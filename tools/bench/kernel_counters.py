@@ -19,8 +19,10 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -125,24 +127,42 @@ def read_counters(text: str) -> Iterator[dict[str, Any]]:
     yield from kernels.values()
 
 
+def run_ncu(command: list[str], environment: dict[str, str], seconds: float) -> tuple[str, str]:
+    """Run ncu and return its output and its errors. The counted process always ends with it.
+
+    Raises:
+        subprocess.TimeoutExpired: if it takes longer than the given time.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            return process.communicate(timeout=seconds)
+        finally:
+            with suppress(ProcessLookupError):  # all of its processes have ended
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 def count_problem(problem: dict[str, Any], ncu: str, seconds: int) -> list[dict[str, Any]]:
     """Return the records of a problem's kernels, or a single record with the reason why there are none."""
     head = {"op": "counters", "peer": problem["op"], **{x: problem[y] for x, y in zip("BHTd", SIZES, strict=True)}}
-    reason = "no output"
+    reason, end = "no output", time.monotonic() + seconds
     for metrics in ((*METRICS, *STALLS), tuple(METRICS), FEWER_METRICS):
+        # ncu would otherwise lock the clocks of a GPU that may be borrowed.
         command = [
             *(ncu, "--csv", "--print-units", "base", "--profile-from-start", "off", "--target-processes", "all"),
-            *("--metrics", ",".join(metrics), sys.executable, str(Path(__file__).resolve())),
+            *("--clock-control", "none", "--metrics", ",".join(metrics)),
+            *(sys.executable, str(Path(__file__).resolve())),
         ]
-        environment = {**os.environ, WORKLOAD: json.dumps(problem)}
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+            written, errors = run_ncu(command, {**os.environ, WORKLOAD: json.dumps(problem)}, end - time.monotonic())
         except (subprocess.TimeoutExpired, OSError) as failure:
             return [{**head, "refusal": f"ncu: {failure.__class__.__name__} after at most {seconds} s"}]
-        output = done.stdout + done.stderr
+        output = written + errors
         if NO_PERMISSION in output:
             return [{**head, "refusal": "ncu: the driver permits counters to administrators only"}]
-        kernels = list(read_counters(done.stdout))
+        kernels = list(read_counters(written))
         if kernels:
             return [{**head, **summarize_kernel(kernel, problem)} for kernel in kernels]
         reason = next((line for line in output.splitlines() if "ERROR" in line or "Error" in line), reason)
@@ -191,18 +211,19 @@ def main() -> None:
         run_counted_pass(json.loads(os.environ[WORKLOAD]))
         return
     arguments = parse_arguments()
-    ncu, records = find_ncu(), []
+    ncu, result = find_ncu(), {**collect_provenance(__file__, arguments.device), "records": []}
     for op in arguments.op:
         sizes = {name: getattr(arguments, name) for name in (*SIZES, "width", "dtype", "device")}
         problem = {"op": op, **sizes}
         if ncu is None:
-            records.append({"op": "counters", "peer": op, "refusal": "ncu (Nsight Compute) is not installed"})
+            records = [{"op": "counters", "peer": op, "refusal": "ncu (Nsight Compute) is not installed"}]
         else:
-            records += count_problem(problem, ncu, arguments.seconds)
-    for record in records:
-        print(format_console_line(record), flush=True)
-    if arguments.json is not None:
-        write_record(arguments.json, {**collect_provenance(__file__, arguments.device), "records": records})
+            records = count_problem(problem, ncu, arguments.seconds)
+        result["records"] += records
+        for record in records:
+            print(format_console_line(record), flush=True)
+        if arguments.json is not None:
+            write_record(arguments.json, result)
 
 
 if __name__ == "__main__":

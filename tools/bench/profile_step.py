@@ -12,8 +12,8 @@ through Triton, an allocation, a copy on the device, a large matrix product. Eac
     kernels    kernels with the most device time: calls per step, time per call, fraction of the total
     host_ops   host operations with the most self time
 
-The models are those of `train_step.py`. Records are written after each shape and method. `--seconds` stops the tool
-before the next one.
+The models are those of `train_step.py`. Records are written after each shape and method. After `--seconds` the tool
+records the remaining ones as not measured, and exits with 1.
 """
 
 import argparse
@@ -38,7 +38,7 @@ import torch  # noqa: E402
 from torch.profiler import ProfilerActivity  # noqa: E402
 
 from tools.bench.error_gate import format_exception  # noqa: E402
-from tools.bench.train_step import PEERS, Candidate, StepProblem, build_candidates, parse_shape  # noqa: E402
+from tools.bench.train_step import PEERS, Candidate, StepProblem, build_candidate, parse_shape  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
 
 CALLS = 1000
@@ -129,12 +129,17 @@ def _measure_card(device: str, x: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def profile_candidate(problem: StepProblem, name: str, candidate: Candidate) -> dict[str, Any]:
-    """Return the record of one method at one shape."""
-    head = {
+def describe_candidate(problem: StepProblem, name: str) -> dict[str, Any]:
+    """Return the fields of a record that identify a method at a shape."""
+    return {
         "op": "profile", "peer": name, "model": problem.model, "device": problem.device, "dtype": problem.dtype,
         "B": problem.batch, "T": problem.length,
     }  # fmt: skip
+
+
+def profile_candidate(problem: StepProblem, name: str, candidate: Candidate) -> dict[str, Any]:
+    """Return the record of one method at one shape."""
+    head = describe_candidate(problem, name)
     if candidate.step is None or candidate.refusal is not None:
         return {**head, "refusal": candidate.refusal}
     try:
@@ -245,9 +250,9 @@ def main() -> None:
         problem = StepProblem(model, length, batch, arguments.dtype, arguments.device)
         for name in arguments.methods:
             if time.perf_counter() - start_time > arguments.seconds:
-                print(f"no time left for {model}:{length}:{batch} {name}", flush=True)
+                add({**describe_candidate(problem, name), "refusal": "no time left"})
                 continue
-            add(profile_candidate(problem, name, build_candidates(problem, [name])[name]))
+            add(profile_candidate(problem, name, build_candidate(problem, name)))
             if problem.cuda:
                 torch.cuda.empty_cache()
     sys.exit(any(record.get("refusal") for record in records))

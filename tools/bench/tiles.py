@@ -8,7 +8,7 @@ The results are the basis of the tile tables in `kernels/*/configs.py`.
 Each kernel has a list of candidates (`CANDIDATES`) that starts with its current tile. A worker process takes the
 candidates at one index of all lists and compiles them in parallel with the other workers. When its turn comes, it
 profiles one forward and backward pass of a layer with CDAPE and one with a learned bias, kernel by kernel. A candidate
-that cannot be compiled or launched is recorded with its error.
+that cannot be compiled or launched is recorded with its error. Ctrl-C keeps the records of the workers that finished.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from tools.bench.timing import time_passes  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
 
 NUM_PASSES = 3
-SECONDS_TO_COMPILE = 120
+SECONDS_TO_COMPILE = 75
 """Time after which a worker measures, even if others are still compiling."""
 
 
@@ -179,7 +179,22 @@ def measure_share(arguments: argparse.Namespace, count: int) -> None:
                         records.append({**head, "refusal": errors[name]})
                     else:
                         records.append({**head, "us": {kernel: times.get(kernel) for kernel in KERNELS[name]}})
-    (folder / f"records{place}.json").write_text(json.dumps(records), encoding="utf-8")
+    part = folder / f"part{place}"
+    part.write_text(json.dumps(records), encoding="utf-8")
+    part.replace(folder / f"records{place}.json")
+
+
+def wait_for_workers(workers: list[subprocess.Popen[bytes]]) -> bool:
+    """Wait until all workers end. Return True if Ctrl-C came first; those that still run are then killed."""
+    try:
+        for worker in workers:
+            worker.wait()
+    except KeyboardInterrupt:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        return True
+    return False
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -208,7 +223,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *sys.argv, "--worker", folder, "--place"]
         workers = [subprocess.Popen([*command, str(place)], env=os.environ) for place in range(count)]
-        codes = [worker.wait() for worker in workers]
+        is_cut = wait_for_workers(workers)
         found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("records*.json"))]
     records: list[dict[str, Any]] = [record for part in found for record in part]
     records = list({(record["kernel"], record["tile"], record["T"]): record for record in records}.values())
@@ -218,7 +233,9 @@ def main() -> None:
         print(f"{record['kernel']:<14} T={record['T']:<6} {record['tile']:<80} {times}")
     if arguments.json is not None:
         write_record(arguments.json, {**collect_provenance(__file__, arguments.device), "records": records})
-    sys.exit(any(codes))
+    if is_cut:
+        raise KeyboardInterrupt
+    sys.exit(any(worker.returncode for worker in workers))
 
 
 if __name__ == "__main__":

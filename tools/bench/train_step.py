@@ -217,24 +217,23 @@ def _build_layer_step(problem: StepProblem, gpt: Any, width: int) -> StepFunctio
     return step
 
 
-def build_candidates(problem: StepProblem, names: list[str]) -> dict[str, Candidate]:
-    """Build the candidates by name; a candidate that cannot be built is recorded as failed."""
+def build_candidate(problem: StepProblem, name: str) -> Candidate:
+    """Build a candidate; one that cannot be built is recorded as failed."""
     torch.manual_seed(1)
-    found = {}
-    for name in (peer for peer in PEERS if peer in names):
-        try:
-            found[name] = build_plain(problem) if name == "plain" else build_farfield(problem, name)
-        except Exception as failure:  # the others still count
-            found[name] = Candidate(refusal=format_exception(failure))
-    return found
+    try:
+        return build_plain(problem) if name == "plain" else build_farfield(problem, name)
+    except Exception as failure:  # the others still count
+        return Candidate(refusal=format_exception(failure))
 
 
 def benchmark_problem(problem: StepProblem, rounds: int, names: list[str]) -> list[dict[str, Any]]:
     """Return one record per candidate. Records of an interrupted problem have `cut`."""
     torch.compiler.reset()  # each shape is compiled separately
-    found = build_candidates(problem, names)
+    found: dict[str, Candidate] = {}
     cut = False
     try:
+        for name in (peer for peer in PEERS if peer in names):
+            found[name] = build_candidate(problem, name)
         for _ in range(rounds + NUM_WARMUP_ROUNDS):
             for candidate in found.values():
                 if candidate.refusal is None:

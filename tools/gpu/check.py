@@ -201,7 +201,7 @@ def run_parts(
         for part in chosen:
             left = float("inf") if rehearsal else max_seconds - (time.perf_counter() - start_time)
             done = result["parts"][part.name] = run_part(
-                part, Path(folder), build_environment(rehearsal=rehearsal), left, path.parent
+                part, Path(folder), build_environment(rehearsal=rehearsal), left, path.parent.absolute()
             )
             print(f"{part.name:<15} {done['seconds']:>6.1f} s   {_format_exit(done['exit'])}", flush=True)
             result["seconds"] = round(time.perf_counter() - start_time, 1)

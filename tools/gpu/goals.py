@@ -305,10 +305,7 @@ def render_page(result: dict[str, Any]) -> str:
             render_markdown_table(COLUMN_HEADERS, [[_escape_cell(cell) for cell in format_cells(r)] for r in kernels]),
         ]
     if steps:
-        reported += [
-            "## Steps and layers",
-            render_markdown_table(STEP_COLUMN_HEADERS, [_format_step_cells(record) for record in steps]),
-        ]
+        reported += ["## Steps and layers", render_step_table(steps)]
     return "\n\n".join(reported) + "\n"
 
 
@@ -329,6 +326,11 @@ def format_self_check_rows(record: dict[str, Any]) -> list[list[str]]:
 
 STEP_COLUMN_HEADERS = ["what", "model", "T", "B", "dtype", "method", "ms", "tokens/s", "over rotary", "over kerple_log",
                  "over plain", "MFU", "memory MB"]  # fmt: skip
+
+
+def render_step_table(records: Records) -> str:
+    """Render times of steps or layers and their ratios to other methods."""
+    return render_markdown_table(STEP_COLUMN_HEADERS, [_format_step_cells(record) for record in records])
 
 
 def _format_step_cells(record: dict[str, Any]) -> list[str]:

@@ -148,39 +148,44 @@ def list_visit_parts() -> list[CheckPart]:
     """List the parts for fifteen minutes on a GPU, most important first."""
     cdape, bias = ("--op", "cdape", "--heads", "16"), ("--op", "biased_attention", "--heads", "16")
     ours, half = ("--peers", "triton", "triton alone"), ("--dtype", "bf16")
-    methods = ("--methods", "kerple_log", "cdape", "cdape_triton", "rotary", "plain", "--rounds", "8")
+    methods, rounds = ("--methods", "kerple_log", "cdape", "rotary", "plain"), ("--rounds", "8")
+    gate = ("--gate-only", "--lengths")
     return [
-        build_profile_part("profile", 150, "--shapes", "350M:512:32", "350M:512:1"),
-        CheckPart("rates", 45, ("tools/bench/instruction_rates.py", "--json", "{output}")),
-        build_attention_part("correct_bias", 60, *bias, "--dtype", "bf16", "fp16", "--gate-only", "--lengths", "512",
-            "500", "--batch", "2", "--peers", "triton"),
-        build_attention_part("correct_bias_wide", 60, *bias, *half, "--dim", "128", "--gate-only", "--lengths", "512",
-            "500", "--batch", "2", "--peers", "triton"),
-        build_attention_part("correct_mixer", 60, *cdape, *half, "--gate-only", "--lengths", "512", "200", "--batch",
-            "32", *ours),  # the CUDA kernels compute batches that occupy all multiprocessors
+        # what this machine costs, and what a step is made of
+        build_profile_part("profile", 120, "--shapes", "350M:512:32", "350M:512:1"),
+        CheckPart("rates", 25, ("tools/bench/instruction_rates.py", "--json", "{output}")),
+        # are the kernels right, and what do they count
+        build_attention_part("correct_bias", 45, *bias, "--dtype", "bf16", "fp16", *gate, "512", "500", "--batch", "2",
+            "--peers", "triton"),
+        build_attention_part("correct_bias_wide", 40, *bias, *half, "--dim", "128", *gate, "512", "500", "--batch", "2",
+            "--peers", "triton"),
+        build_attention_part("correct_mixer", 60, *cdape, *half, *gate, "512", "200", "--batch", "32",
+            *ours),  # the CUDA kernels compute batches that occupy all multiprocessors
+        build_attention_part("correct_wide", 70, *cdape, "--dtype", "bf16", "fp16", "--dim", "128", *gate, "512", "200",
+            "--batch", "32", *ours),
         build_self_check_part(45, "--methods", "cdape_fox", "--batch", "16", name="correct_gates"),
-        CheckPart("counters", 90, ("tools/bench/kernel_counters.py", "--seconds", "40", "--json", "{output}")),
-        build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash", "flash cudnn"),
-        build_attention_part("correct_wide", 75, *cdape, "--dtype", "bf16", "fp16", "--dim", "128", "--gate-only",
-            "--lengths", "512", "200", "--batch", "32", *ours),
-        build_step_part("step_512", 120, "--shapes", "350M:512:32", "350M:512:1", *methods),
+        CheckPart("counters", 75, ("tools/bench/kernel_counters.py", "--seconds", "35", "--json", "{output}")),
+        # ratios of whole steps
+        build_step_part("step_512", 90, "--shapes", "350M:512:32", "350M:512:1", *methods, "cdape_triton", *rounds),
         build_step_part("graphs", 60, "--shapes", "350M:512:1", "350M:512:4", "--methods", "kerple_log",
             "kerple_log_graph", "cdape", "cdape_graph", "cdape_triton", "cdape_triton_graph"),
-        CheckPart("training", 120, ("tools/bench/graph_training.py", "--cases",
+        build_step_part("step_long", 70, "--shapes", "350M:2048:8", "125M:512:32", *methods, *rounds),
+        build_step_part("step_8192", 45, "--shapes", "350M:8192:2", *methods, "--rounds", "5"),
+        # whole trainings: compiled regions and graphs, bit for bit; memory against the plan
+        CheckPart("training", 100, ("tools/bench/graph_training.py", "--cases",
             "kerple_log,cdape,zero_1,zero_2_accumulation,fp16", "--json", "{output}"),
-            (*MODEL_MODULES, "deepspeed")),  # compiled regions and graphs, bit for bit; memory against the plan
-        build_step_part("step_long", 120, "--shapes", "350M:2048:8", "125M:512:32", *methods),
+            (*MODEL_MODULES, "deepspeed")),
+        build_evidence_part(VISIT_SECONDS),
+        # in the time in which no evidence run fits
+        build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash", "flash cudnn"),
         build_attention_part("paper", 60, *cdape, *half, "--lengths", "2048", "--peers", "triton", "triton alone",
             "appendix"),
         build_attention_part("bias", 45, *bias, *half, "--lengths", "512", "2048", "8192", "--peers", "triton", "flash",
             "flash cudnn"),
         build_attention_part("compiled", 75, *bias, *half, "--lengths", "2048", "--peers", "triton", "flex learned",
             "flex frozen"),
-        build_step_part("step_8192", 90, "--shapes", "350M:8192:2", "--methods", "kerple_log", "cdape", "rotary",
-            "plain", "--rounds", "5"),
         CheckPart("tiles", 120, ("tools/bench/tiles.py", "--lengths", "512", "2048", "--json", "{output}")),
         build_profile_part("profile_triton", 90, "--shapes", "350M:512:32", "--methods", "cdape_triton", "rotary"),
-        build_evidence_part(VISIT_SECONDS),
     ]  # fmt: skip
 
 
@@ -198,25 +203,25 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
         build_attention_part("correct_bias", limit, *bias, *tiny, "--dtype", "bf16", "--gate-only", *ours),
         build_attention_part("correct_bias_wide", limit, *bias, *tiny, "--dtype", "bf16", "--gate-only", *ours),
         build_attention_part("correct_mixer", limit, *cdape, *tiny, "--dtype", "bf16", "--gate-only", *ours),
+        build_attention_part("correct_wide", limit, *cdape, *tiny, "--dtype", "bf16", "--gate-only", *ours),
         build_self_check_part(limit, "--methods", "cdape_fox", "--device", "cpu", "--batch", "1", "--heads", "2",
             "--dim", "16", "--width", "4", "--dtype", "fp32", "--lengths", "8", name="correct_gates"),
         CheckPart("counters", limit, ("tools/bench/kernel_counters.py", "--device", "cpu", "--dtype", "float32",
             "--batch", "1", "--heads", "2", "--dim", "16", "--length", "8", "--width", "4", "--json", "{output}")),
-        build_attention_part("mixer", limit, *cdape, *tiny, *ours),
-        build_attention_part("correct_wide", limit, *cdape, *tiny, "--dtype", "bf16", "--gate-only", *ours),
         build_step_part("step_512", limit, "--shapes", "tiny:8:1", *all_peers),
         build_step_part("graphs", limit, "--shapes", "tiny:8:1", *step),  # graphs need a GPU
+        build_step_part("step_long", limit, "--shapes", "tiny:8:2", *all_peers),
+        build_step_part("step_8192", limit, "--shapes", "tiny:16:1", *all_peers),
         CheckPart("training", limit, ("tools/bench/train_loop.py", "--shapes", "quickstart", "--methods", "cdape",
             "--blocks", "2", "--json", "{output}"), (*MODEL_MODULES, "deepspeed")),
-        build_step_part("step_long", limit, "--shapes", "tiny:8:2", *all_peers),
+        build_evidence_part(limit, "--rehearse"),
+        build_attention_part("mixer", limit, *cdape, *tiny, *ours),
         build_attention_part("paper", limit, *cdape, *tiny, *ours, "appendix"),
         build_attention_part("bias", limit, *bias, *tiny, *ours, "flash"),
         build_attention_part("compiled", limit, *bias, *tiny, *ours, "sdpa mask"),
-        build_step_part("step_8192", limit, "--shapes", "tiny:16:1", *all_peers),
         CheckPart("tiles", limit, ("tools/bench/tiles.py", "--device", "cpu", "--tokens", "16", "--heads", "2", "--dim",
             "16", "--width", "4", "--lengths", "16", "--json", "{output}")),
         build_profile_part("profile_triton", limit, *profile, "--methods", "cdape_triton"),
-        build_evidence_part(limit, "--rehearse"),
     ]  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""Page of a GPU visit: goals, times compared with the last record, counters, memory, and evidence runs."""
+"""Page of a GPU visit: goals, times compared with the last record, steps, counters, memory, and evidence runs."""
 
 from typing import Any
 
 from tools.bench.attention_tables import render_markdown_table
-from tools.gpu.goals import VISIT_GOALS, check_goals
+from tools.gpu.goals import VISIT_GOALS, check_goals, render_step_table
 from tools.records import format_provenance
 
 KEY = ("op", "peer", "model", "dtype", "B", "H", "T", "d", "width", "kernel_size")
@@ -38,16 +38,31 @@ def list_times(result: dict[str, Any]) -> dict[Measurement, float]:
 
 
 def list_memory_lines(result: dict[str, Any]) -> list[str]:
-    """Return a table of the peak memory of runs and the estimates of `./deepy.py plan`."""
+    """Return a table of trainings: equality with CUDA graphs, and peak memory beside the estimate of the planner."""
     rows = [
-        f"| {record['case']} | {record['model']} | {record['B']} × {record['T']} | {record['eager_peak_gb']:.2f} | "
+        f"| {record['case']} | {record['model']} | {record['B']} × {record['T']} | "
+        f"{'yes' if record['equal'] else '**no**'} | {record['eager_peak_gb']:.2f} | "
         f"{record['planned_gb']:.2f} | {record['eager_peak_gb'] / record['planned_gb']:.3f} |"
         for done in result["parts"].values()
         for record in done.get("records", ())
         if record.get("planned_gb")
     ]
-    head = ["", "| training | model | tokens | peak, GB | plan, GB | ratio |", "|---|---|---|--:|--:|--:|"]
+    head = [
+        *("", "| training | model | tokens | equal with CUDA graphs | peak, GB | plan, GB | ratio |"),
+        "|---|---|---|---|--:|--:|--:|",
+    ]
     return [*head, *rows] if rows else []
+
+
+def list_step_lines(result: dict[str, Any]) -> list[str]:
+    """Return a table of training steps with their ratios to other methods."""
+    records = [
+        record
+        for done in result["parts"].values()
+        for record in done.get("records", ())
+        if record.get("op") == "train_step" and record["ms"] is not None
+    ]
+    return ["", render_step_table(records)] if records else []
 
 
 def list_evidence_lines(result: dict[str, Any]) -> list[str]:
@@ -114,8 +129,8 @@ def _format(value: float | None, how: str) -> str:
 def render_visit(result: dict[str, Any], last: dict[str, Any] | None) -> str:
     """Render the page of a visit.
 
-    It contains the goals, the parts, times and those of the last record, counters, memory and its estimates, and the
-    evidence runs.
+    It contains the goals, the parts, times and those of the last record, ratios of steps, counters, memory and its
+    estimates, and the evidence runs.
     """
     lines = ["# GPU visit", "", f"{format_provenance(result)}", ""]
     lines += [render_markdown_table(["goal", "measured", "wanted", "met?"], check_goals(result, VISIT_GOALS)), ""]
@@ -131,11 +146,12 @@ def render_visit(result: dict[str, Any], last: dict[str, Any] | None) -> str:
         earlier = None if "kept" in result["parts"][part] else before.get((part, key))
         ratio = "" if earlier is None else f"{median / earlier:.3f}"
         lines.append(f"| `{part}` | {', '.join(named)} | {median:.3f} | {earlier or ''} | {ratio} |")
-    lines += [*list_counter_lines(result), *list_memory_lines(result), *list_evidence_lines(result)]
+    lines += [*list_step_lines(result), *list_counter_lines(result)]
+    lines += [*list_memory_lines(result), *list_evidence_lines(result)]
     refusals = [
-        f"- `{part}`, {record.get('peer')}: {record['refusal']}"
+        f"- `{part}`, {record.get('peer') or record.get('case') or record.get('kernel')}: {reason}"
         for part, done in result["parts"].items()
         for record in done.get("records", ())
-        if record.get("refusal")
+        if (reason := record.get("refusal") or record.get("failure"))
     ]
     return "\n".join([*lines, "", *(["Not measured:", "", *refusals] if refusals else []), ""])
