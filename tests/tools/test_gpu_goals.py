@@ -172,3 +172,10 @@ def test_the_page_links_to_further_reading() -> None:
     linked = Path(__file__).parents[2] / "docs/gpu.md"
     assert "[gpu.md](../gpu.md)" in render_page({**HEAD, "parts": {}})
     assert linked.is_file()
+
+
+def test_first_passes_which_compile_meet_no_goal() -> None:
+    first = kernel("appendix", 900.0, None, rounds=1, cut=True)
+    parts = {"paper": part(kernel("triton", 4.0), first, end="cut after 60 s")}
+    (row,) = [row for row in check_goals({**HEAD, "parts": parts}, VISIT_GOALS) if row[0].startswith("The paper's")]
+    assert row[-1] == "not measured: only first passes ran, then cut after 60 s"

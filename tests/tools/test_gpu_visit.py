@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tools.bench import profile_step
+from tools.bench import kernel_counters, profile_step
 from tools.bench.profile_step import format_console_lines, measure_machine, profile_candidate
 from tools.bench.train_step import StepProblem, build_candidate
 from tools.gpu import visit
 from tools.gpu.goals import VISIT_GOALS
-from tools.gpu.parts import list_visit_parts
+from tools.gpu.parts import VISIT_SECONDS, list_visit_parts
 from tools.gpu.visit_page import list_times, render_visit
 
 STAMP = {"date": "2026-11-21", "command": "python", "commit": None, "machine": "H200", "versions": {"torch": "2"}}
@@ -84,6 +84,18 @@ def test_the_page_has_goals_counters_rates_and_evidence() -> None:
     assert "| fox | 9.50 | 8.25 | 99 (120) |" in page
     assert "not measured: not run" in page
     assert {goal.part for goal in VISIT_GOALS} <= {part.name for part in list_visit_parts()}
+
+
+def test_the_most_important_parts_fit_in_a_visit_and_come_first() -> None:
+    names = [part.name for part in list_visit_parts()]
+    order = ("profile", "rates", "correct_bias", "correct_gates", "counters", "step_512", "step_8192", "training")
+    assert sorted(order, key=names.index) == list(order)
+    first = list_visit_parts()[: names.index("evidence")]
+    assert {part.name for part in first} >= set(order)
+    assert sum(part.seconds for part in first) <= VISIT_SECONDS
+    counters = next(part for part in first if part.name == "counters")
+    seconds = int(counters.command[counters.command.index("--seconds") + 1])
+    assert len(kernel_counters.OPS) * seconds < counters.seconds
 
 
 def test_a_visit_begins_where_the_last_one_ended() -> None:

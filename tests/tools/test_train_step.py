@@ -105,11 +105,11 @@ def test_unsupported_models_are_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     assert train_step.benchmark_problem(PROBLEM, 2, ["cdape"])[0]["refusal"] == "RuntimeError: no room"
 
 
-@pytest.mark.parametrize(("at", "rounds"), [(1, [1, 0]), (2, [1, 1]), (7, [2, 1])])
+@pytest.mark.parametrize(("at", "rounds"), [(1, [0, 0]), (3, [1, 0]), (7, [2, 1])])
 def test_an_interrupted_run_keeps_its_measurements(
     at: int, rounds: list[int], command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """An interrupted run keeps its measurements.
+    """An interrupted run keeps its measurements, except of a first step, which compiles.
 
     Args:
         at: number of steps of the two candidates before the interrupt; the first four warm up.

@@ -84,9 +84,10 @@ def benchmark_problem(
         _time_rounds(problem, rounds, found, verdicts, warm, times)
     except KeyboardInterrupt:
         cut = True
-        for name in times:  # a first pass includes its setup, and is better than no time
-            times[name] = times[name] or warm[name]
-    ours = next((name for name in REFERENCE_PEERS if times.get(name)), None)
+    timed = [name for name in times if times[name]]
+    ours = next((name for name in REFERENCE_PEERS if name in timed), None)
+    for name in times:  # a first pass includes its setup: better than no time, but no basis for a ratio
+        times[name] = times[name] or warm[name]
     records = []
     for name, verdict in verdicts.items():
         record = {
@@ -94,7 +95,8 @@ def benchmark_problem(
             "dtype": str(problem.dtype).removeprefix("torch."), "B": problem.batch, "T": problem.length,
             "H": problem.heads, "d": problem.dim,
             **({"k": problem.kernel_size, "width": problem.width} if problem.op == "cdape" else {}),
-            **(summarize_times(times[name], times.get(ours)) if times.get(name) else NO_SPEED), "ratio_to": ours,
+            **(summarize_times(times[name], times[ours] if ours and name in timed else None)
+               if times.get(name) else NO_SPEED), "ratio_to": ours,
             "peak_memory_mb": _measure_memory(problem, name, times.get(name), cut),
             "error": verdict.error, "judged_at": judged.length, "rounds": len(times.get(name, ())),
             **({"judged_twice": True} if verdict.is_second_check else {}),

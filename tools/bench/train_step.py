@@ -240,8 +240,8 @@ def benchmark_problem(problem: StepProblem, rounds: int, names: list[str]) -> li
                     _time_step(problem, candidate)
     except KeyboardInterrupt:
         cut = True
-    for candidate in found.values():  # if interrupted during warm-up, the last warm-up time is used
-        candidate.seconds = candidate.seconds[NUM_WARMUP_ROUNDS:] or candidate.seconds[-1:]
+    for candidate in found.values():  # if interrupted during warm-up, a second step's time is used; the first compiles
+        candidate.seconds = candidate.seconds[NUM_WARMUP_ROUNDS:] or candidate.seconds[1:]
     records = [_build_record(problem, name, found) | ({"cut": True} if cut else {}) for name in found]
     for record in records:
         print(format_console_line(record), flush=True)

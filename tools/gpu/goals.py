@@ -133,6 +133,8 @@ def _build_peer_reader(peer: str, *, largest: bool = False) -> Callable[[dict[st
         length = _select_size(part, "T", largest)
         ours = _select_timed(part, peer="triton", T=length)[0]
         record = _select_timed(part, peer=peer, T=length)[0]
+        if record["ratio"] is None:
+            raise NotMeasured(f"only first passes ran, then {_format_end(part)}")
         times = f"{ours['ms']['both'][1]:.3g} ms against {record['ms']['both'][1]:.3g}"
         return record["ratio"], f"{record['ratio']:.2f} ({times}; T = {length}, B = {record['B']}{_format_cut(record)})"
 

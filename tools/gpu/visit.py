@@ -5,8 +5,8 @@
 
 The parts are those of `parts.list_visit_parts`, each a process with a time limit (`check.py` runs them). Parts that the
 last record contains for the same machine, versions and sources are not repeated, so a visit continues where the last
-one ended. `--again` repeats all. The evidence runs use the time after the most important parts; the last parts run in the
-time in which no evidence run fits. `visit_page.py` renders the page next to the JSON file.
+one ended. `--again` repeats all. Evidence runs follow the most important parts, and the last parts use the time in
+which no evidence run fits. `visit_page.py` renders the page next to the JSON file.
 """
 
 import hashlib
