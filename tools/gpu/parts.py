@@ -155,14 +155,14 @@ def list_visit_parts() -> list[CheckPart]:
     gate = ("--gate-only", "--lengths")
     return [
         # what this machine costs, and what a step is made of
-        build_profile_part("profile", 110, "--shapes", "350M:512:32", "350M:512:1"),
-        CheckPart("rates", 25, ("tools/bench/instruction_rates.py", "--json", "{output}")),
+        build_profile_part("profile", 130, "--shapes", "350M:512:32", "350M:512:1"),
+        CheckPart("rates", 20, ("tools/bench/instruction_rates.py", "--json", "{output}")),
         # are the kernels right, and what do they count
-        build_attention_part("correct_bias", 40, *bias, "--dtype", "bf16", "fp16", *gate, "512", "500", "--batch", "2",
+        build_attention_part("correct_bias", 35, *bias, "--dtype", "bf16", "fp16", *gate, "512", "500", "--batch", "2",
             "--peers", "triton"),
         build_attention_part("correct_bias_wide", 35, *bias, *half, "--dim", "128", *gate, "512", "500", "--batch", "2",
             "--peers", "triton"),
-        build_attention_part("correct_mixer", 60, *cdape, *half, *gate, "512", "200", "--batch", "32",
+        build_attention_part("correct_mixer", 55, *cdape, *half, *gate, "512", "200", "--batch", "32",
             *ours),  # the CUDA kernels compute batches that occupy all multiprocessors
         build_attention_part("correct_wide", 65, *cdape, "--dtype", "bf16", "fp16", "--dim", "128", *gate, "512", "200",
             "--batch", "32", *ours),
@@ -172,7 +172,7 @@ def list_visit_parts() -> list[CheckPart]:
         build_step_part("step_512", 85, "--shapes", "350M:512:32", "350M:512:1", *methods, "cdape_triton", *rounds),
         build_step_part("graphs", 55, "--shapes", "350M:512:1", "350M:512:4", "--methods", "kerple_log",
             "kerple_log_graph", "cdape", "cdape_graph", "cdape_triton", "cdape_triton_graph"),
-        build_step_part("step_long", 65, "--shapes", "350M:2048:8", "125M:512:32", *methods, *rounds),
+        build_step_part("step_long", 60, "--shapes", "350M:2048:8", "125M:512:32", *methods, *rounds),
         build_step_part("step_8192", 40, "--shapes", "350M:8192:2", *methods, "--rounds", "5"),
         # whole trainings: compiled regions and graphs, bit for bit; memory against the plan
         CheckPart("training", 85, ("tools/bench/graph_training.py", "--cases",
