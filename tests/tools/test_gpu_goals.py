@@ -76,12 +76,17 @@ def test_every_goal_reads_a_part_that_is_run() -> None:
 
 
 def test_a_part_of_one_size_has_its_largest_unless_it_was_cut() -> None:
-    """The record of a visit may have one micro-batch; a check that is cut at the smallest has no largest."""
+    """A visit has one micro-batch, measured or not; a check that is cut at the smallest of two has no largest."""
     records = step("kerple_log", 32, 1.0), step("cdape", 32, 1.12)
     for end, reported in ((0, "1.120"), ("cut after 5 s", "—")):
-        rows = check_goals({**HEAD, "parts": {"step_512": part(*records, end=end)}}, VISIT_GOALS)
+        done = part(*records, end=end)
+        rows = check_goals({**HEAD, "parts": {"step_350m": done}}, GOALS)
+        large = [row for row in rows if row[0].endswith("bf16, micro-batch 32")]
+        assert large
+        assert {row[1].split()[0] for row in large} == {reported}
+        rows = check_goals({**HEAD, "parts": {"step_512": done}}, VISIT_GOALS)
         (row,) = [row for row in rows if row[0].startswith("350M step, CDAPE")]
-        assert row[1].split()[0] == reported
+        assert row[1].split()[0] == "1.120"
 
 
 def test_each_goal_has_a_line_for_each_level_with_number_limit_and_verdict() -> None:
