@@ -103,6 +103,9 @@ def test_a_visit_begins_where_the_last_one_ended() -> None:
     current = {"machine": "H200", "versions": {"torch": "2"}, "sources": "a"}
     last = {**build_result(1.0), "sources": "a"}
     last["parts"]["evidence"] = {"exit": 0, "seconds": 1.0}
+    last["parts"]["step_512"]["records"].pop()  # the refused method
+    uncounted = {"op": "counters", "peer": "cdape", "refusal": "ncu: TimeoutExpired after at most 29 s"}
+    last["parts"]["counters"] = {"exit": 0, "seconds": 30.0, "records": [uncounted]}
     chosen = list_visit_parts()
     kept = visit.select_kept_parts(chosen, last, current)
     assert list(kept) == ["step_512"]
@@ -118,6 +121,7 @@ def test_parts_that_are_not_chosen_stay_in_the_record(
     command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     last = {**build_result(1.0), "sources": visit.compute_sources_digest()}
+    last["parts"]["step_512"]["records"].pop()  # the refused method
     (tmp_path / "last.json").write_text(json.dumps(last))
     runs: list[tuple[list[str], list[str]]] = []
 

@@ -53,6 +53,11 @@ def compute_sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
+def is_complete(done: dict[str, Any] | None) -> bool:
+    """Return True if a part succeeded and measured everything; without ncu, for example, it succeeds with a reason."""
+    return done is not None and done["exit"] == 0 and not any(r.get("refusal") for r in done.get("records", ()))
+
+
 def select_kept_parts(
     parts: list[CheckPart], last: dict[str, Any] | None, current: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
@@ -66,7 +71,7 @@ def select_kept_parts(
     if last is None or any(last.get(name) != current[name] for name in ("machine", "versions", "sources")):
         return {}
     names = [part.name for part in parts if part.name not in RESUMED_PARTS]
-    results = {name: last["parts"][name] for name in names if last["parts"].get(name, {}).get("exit") == 0}
+    results = {name: last["parts"][name] for name in names if is_complete(last["parts"].get(name))}
     return {name: {**done, "kept": done.get("kept", last["date"])} for name, done in results.items()}
 
 
