@@ -338,3 +338,16 @@ def test_the_self_check_accepts_method_files_and_checks_each_layer_kind(tmp_path
     ]  # fmt: skip
     assert trials[3] == {"row blocks": "is the only supported backend, and not checked"}
     assert (tmp_path / "found.md").read_text(encoding="utf-8").count("irope: none") == 3
+
+
+def test_the_self_check_tries_every_backend_however_long_it_takes(
+    command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run leaves backends untried after `CHECK_SECONDS`; a part of a visit measures them all."""
+    monkeypatch.setattr("megatron.attention.check.trials.CHECK_SECONDS", -1.0)
+    monkeypatch.setattr(self_check.gc, "freeze", lambda: None)
+    tiny = ("--device", "cpu", "--lengths", "8", "--batch", "1", "--heads", "2", "--dim", "16", "--dtype", "fp32")
+    command(self_check, "--methods", "rotary", *tiny, "--json", str(tmp_path / "a.json"))
+    (record,) = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["records"]
+    assert len(record["trials"]) > 1
+    assert all(trial["refusal"] is None for trial in record["trials"])

@@ -4,14 +4,16 @@
     python tools/gpu/self_check.py --methods cdape kerple_log --lengths 512 --json self_check.json
     python tools/gpu/self_check.py --methods all --dtype bf16 fp32 --json docs/results/gpu_methods.json
 
-The check is the one that a run performs when it builds a model, repeated here without stored results. A method is an
-entry of METHODS, which need only torch and triton, or the name of a file in configs/position; each of its layer types
-is checked separately. `all` checks every file, including those whose names are in METHODS. A page is written next to
-the JSON file. The exit code is 1 if a kernel is rejected where it should be used.
+The check is the one that a run performs when it builds a model, repeated here without stored results and without its
+time limit. A method is an entry of METHODS, which need only torch and triton, or the name of a file in
+configs/position; each of its layer types is checked separately. `all` checks every file, including those whose names
+are in METHODS. A page is written next to the JSON file. The exit code is 1 if a kernel is rejected where it should be
+used.
 """
 
 import argparse
 import gc
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +178,7 @@ def _check_layer(layer: LayerMethod, dtype: str, length: int, arguments: argpars
     if len(candidates) == 1:  # as in a run with no alternatives
         trials = [BackendTrial(backend, "is the only supported backend, and not checked") for backend in candidates]
     else:
-        trials += try_backends(problem, tried)
+        trials += try_backends(problem, tried, seconds=math.inf)
     right = sorted((t for t in trials if t.milliseconds is not None), key=lambda t: t.milliseconds or 0.0)
     record: dict[str, Any] = {
         "op": "self_check",

@@ -110,6 +110,7 @@ def try_backends(
     problem: CheckProblem,
     backends: Mapping[str, AttentionBackend],
     *,
+    seconds: float | None = None,
     timer: Callable[[Callable[[], object], torch.device], float] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[BackendTrial]:
@@ -118,13 +119,15 @@ def try_backends(
     Args:
         problem: problem to compute.
         backends: backends by name, without those that only forward such calls to another one.
+        seconds: time limit after which no further backend is started; `CHECK_SECONDS` if None.
         timer: returns the duration of a pass on a device, in seconds; `time_pass` unless a test replaces it.
         clock: returns a time in seconds.
 
     Raises:
         DeviceLostError: a backend made the device unusable.
     """
-    deadline = clock() + CHECK_SECONDS
+    limit = CHECK_SECONDS if seconds is None else seconds
+    deadline = clock() + limit
     try:
         references = [ReferenceResults(problem), ReferenceResults(replace(problem, seed=problem.seed + 1))]
         assert references[0].exact  # before any backend runs, so that a failure here is not attributed to a backend
@@ -134,7 +137,7 @@ def try_backends(
     trials: list[BackendTrial] = []
     for name, backend in backends.items():
         if clock() > deadline:
-            why = f"was not tried: the check had taken {CHECK_SECONDS:.0f} s"
+            why = f"was not tried: the check had taken {limit:.0f} s"
             trials.append(BackendTrial(name, why, is_final=False))
             continue
         try:
