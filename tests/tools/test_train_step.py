@@ -38,7 +38,7 @@ def test_a_rehearsal_has_every_model_and_field(
         assert record["rounds"] == 2
         low, middle, high = record["ms"]["both"]
         assert 0 < low <= middle <= high
-        assert record["tokens_per_second"] == pytest.approx(1e3 * 2 * 16 / middle, rel=0.01)
+        assert record["tokens_per_second"] == pytest.approx(1e3 * 2 * 16 / middle, rel=0.01, abs=0.5)
         assert {"ratio_to_rotary", "ratio_to_kerple_log", "ratio_to_plain", "tflops"} < set(record)
         assert record[f"ratio_to_{record['peer']}"] == 1 if record["peer"] != "cdape" else True
         assert (record["mfu"] is None) == (device == "cpu")  # a CPU's peak FLOP/s is not known

@@ -156,7 +156,7 @@ def list_visit_parts() -> list[CheckPart]:
     return [
         # what this machine costs, and what a step is made of
         build_profile_part("profile", 120, "--shapes", "350M:512:32", "350M:512:1"),
-        CheckPart("rates", 20, ("tools/bench/instruction_rates.py", "--json", "{output}")),
+        CheckPart("rates", 15, ("tools/bench/instruction_rates.py", "--json", "{output}")),
         # are the kernels right, and what do they count
         build_attention_part("correct_bias", 35, *bias, "--dtype", "bf16", "fp16", *gate, "512", "500", "--batch", "2",
             "--peers", "triton"),
@@ -164,10 +164,10 @@ def list_visit_parts() -> list[CheckPart]:
             "--peers", "triton"),
         build_attention_part("correct_mixer", 55, *cdape, *half, *gate, "512", "200", "--batch", "32",
             *ours),  # the CUDA kernels compute batches that occupy all multiprocessors
-        build_attention_part("correct_wide", 60, *cdape, "--dtype", "bf16", "fp16", "--dim", "128", *gate, "512", "200",
-            "--batch", "32", *ours),
+        build_attention_part("correct_wide", 70, *cdape, *half, "--dim", "128", *gate, "512", "200", "--batch", "32",
+            *ours),
         build_self_check_part(35, "--methods", "cdape_fox", "--batch", "16", name="correct_gates"),
-        CheckPart("counters", 65, ("tools/bench/kernel_counters.py", "--seconds", "29", "--json", "{output}")),
+        CheckPart("counters", 60, ("tools/bench/kernel_counters.py", "--seconds", "29", "--json", "{output}")),
         # ratios of whole steps; each method compiles anew at each shape
         build_step_part("step_512", 70, "--shapes", "350M:512:32", *methods, "rotary", "cdape_triton", *rounds),
         build_step_part("graphs", 45, "--shapes", "350M:512:1", "350M:512:4", "--methods", "kerple_log",
@@ -180,6 +180,8 @@ def list_visit_parts() -> list[CheckPart]:
             (*MODEL_MODULES, "deepspeed")),
         build_evidence_part(VISIT_SECONDS),
         # in the time in which no evidence run fits
+        build_attention_part("correct_wide_fp16", 70, *cdape, "--dtype", "fp16", "--dim", "128", *gate, "512", "200",
+            "--batch", "32", *ours),
         build_attention_part("mixer", 45, *cdape, *half, "--lengths", "512", "2048", *ours, "flash", "flash cudnn"),
         build_attention_part("paper", 60, *cdape, *half, "--lengths", "2048", "--peers", "triton", "triton alone",
             "appendix"),
@@ -218,6 +220,7 @@ def list_visit_rehearsal_parts() -> list[CheckPart]:
         CheckPart("training", limit, ("tools/bench/train_loop.py", "--shapes", "quickstart", "--methods", "cdape",
             "--blocks", "2", "--json", "{output}"), (*MODEL_MODULES, "deepspeed")),
         build_evidence_part(limit, "--rehearse"),
+        build_attention_part("correct_wide_fp16", limit, *cdape, *tiny, "--dtype", "fp16", "--gate-only", *ours),
         build_attention_part("mixer", limit, *cdape, *tiny, *ours),
         build_attention_part("paper", limit, *cdape, *tiny, *ours, "appendix"),
         build_attention_part("bias", limit, *bias, *tiny, *ours, "flash"),
