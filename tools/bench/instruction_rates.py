@@ -45,6 +45,8 @@ INSTRUCTIONS = {
 WARPS = (4, 8, 16)
 COPIED, COPIES = "MULTIPLY_ADD", (16, 64, 128, 256)
 """Instruction whose loop is copied, and the numbers of copies: 256 to 4,096 instructions of 16 bytes."""
+CDAPE_WARPS = 8
+"""Warps of CDAPE's kernels on a multiprocessor."""
 CHAINS, REPEATS, MEMORY_BYTES = 16, 256, 16384
 """Constants of the header instruction_rates.h: independent chains, repetitions, and bytes of shared memory."""
 
@@ -102,8 +104,7 @@ def main() -> None:
         for warps in WARPS:
             add(measure_rate(instruction, warps))
     for copies in COPIES:
-        for warps in WARPS:
-            add(measure_rate(COPIED, warps, copies))
+        add(measure_rate(COPIED, CDAPE_WARPS, copies))
     sys.exit(any("refusal" in record for record in result["records"]))
 
 
