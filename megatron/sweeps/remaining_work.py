@@ -101,7 +101,9 @@ def _suggest_another_folder(member: SweepMember) -> str:
 def _describe_other_start(member: SweepMember, origin: str | None) -> str | None:
     """Describe how the start of a run in a member's folder differs from that of the member; None if it does not.
 
-    origin: origin of the run (`TrainerState.origin`).
+    Args:
+        member: the member.
+        origin: origin of the run (`TrainerState.origin`).
     """
     expected = None
     if (checkpoint := member.origin) is not None:

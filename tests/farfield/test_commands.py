@@ -158,7 +158,7 @@ def test_a_changed_method_is_reported_and_not_resumed(tmp_path: Path, user_metho
         model = farfield.load(run, device="cpu")
     assert model.bias_table(3)[0, 0].tolist() == [0, -0.25, -0.5], "the file as it is now"
     stored = read_config(run / "config.yml")
-    member = SimpleNamespace(folder=run, config=stored, resolved_config=stored)
+    member = SimpleNamespace(folder=run, config=stored, resolved_config=stored, origin=None, results=run)
     with pytest.raises(farfield.UserError, match=r"was trained with different code of encodings/eighths\.py"):
         find_finished_step(member)
     (user_methods / "half.py").write_text("class Half(")
