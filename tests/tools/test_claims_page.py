@@ -84,7 +84,8 @@ def test_the_advice_about_kernels_agrees_with_the_records() -> None:
     [
         ("kerple_t3", "t5", {"pos_emb_options": {"root_scale": True, "xavier_init": True}, "weight_decay": 0.0}, True),
         ("kerple_t3", "log", {"weight_decay": 0.0}, False),
-        ("dape_t9", "cope", {"pos_emb_per_layer": True, "decay_positions": True}, True),
+        ("dape_t9", "cope", {}, False),
+        ("dape_t10", "fire", {"pos_emb_per_layer": True, "decay_positions": True}, True),
         ("dape_t10", "cdape", {"decay_positions": True}, False),
         ("dape_t10", "rope", {}, False),
     ],

@@ -9,8 +9,8 @@ with a GPT of the same shape in plain PyTorch, with flash attention and rotary p
 runs one step of every model. Results are medians and quartiles. Memory is the memory that a step adds to weights,
 gradients and optimizer states.
 
-`kerple_log_graph`, `cdape_graph` and `cdape_triton_graph` replay forward and backward as CUDA graphs, as `./deepy.py
-train` does with `cuda_graph: on`, beside the same methods launched kernel by kernel:
+`kerple_log`, `cdape` and `cdape_triton` with `_graph` appended replay forward and backward as CUDA graphs, as
+`./deepy.py train` does with `cuda_graph: on`, beside the same methods launched kernel by kernel:
 
     python tools/bench/train_step.py --shapes 350M:512:1 350M:512:4 --methods kerple_log kerple_log_graph
 
