@@ -32,6 +32,7 @@ from megatron.options.training import (
     TrainingOptions,
 )
 from megatron.utils.errors import UserError
+from megatron.utils.formatting import format_quantity
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,10 @@ def resolve_batch_sizes(config: Config, data_ranks: int) -> dict[str, int]:
             micro = max(1, batch // (data_ranks * stages))
             steps = max(1, batch // (micro * data_ranks))
     product = micro * steps * data_ranks
-    factors = f"{MICRO_BATCH_KEY} {micro} × {ACCUMULATION_KEY} {steps} × {data_ranks} ranks = {product}"
+    ranks = format_quantity(data_ranks, "rank")
+    factors = f"{MICRO_BATCH_KEY} {micro} × {ACCUMULATION_KEY} {steps} × {ranks} = {product}"
     if batch is not None and batch != product:
-        raise UserError(f"{GLOBAL_BATCH_KEY} {batch} is not {factors}; change one of them")
+        raise UserError(f"{GLOBAL_BATCH_KEY} {batch} is not {factors}; change one of them, or the number of ranks")
     if steps < stages:
         raise UserError(
             f"{ACCUMULATION_KEY} {steps} is less than pipe_parallel_size {stages}: each stage works on a different "

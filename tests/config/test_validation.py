@@ -65,7 +65,7 @@ def problem(*overrides: str) -> str:
         ),
         (
             ["train_batch_size=8", "train_micro_batch_size_per_gpu=4", "gradient_accumulation_steps=3", "device=cpu"],
-            "train_batch_size 8 is not train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 3 × 1 ranks = 12",
+            "train_batch_size 8 is not train_micro_batch_size_per_gpu 4 × gradient_accumulation_steps 3 × 1 rank = 12",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_conflict_blames_the_key_set_last(tmp_path, files, overrides, message)
 def test_a_product_of_batch_sizes_that_is_too_large():
     overrides = ["train_micro_batch_size_per_gpu=10000", "gradient_accumulation_steps=1000", "device=cpu"]
     assert problem(*overrides) == (
-        "command line: train_micro_batch_size_per_gpu 10000 × gradient_accumulation_steps 1000 × 1 ranks = 10000000; "
+        "command line: train_micro_batch_size_per_gpu 10000 × gradient_accumulation_steps 1000 × 1 rank = 10000000; "
         "train_batch_size must be at most 1000000"
     )
 
