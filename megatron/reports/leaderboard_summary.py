@@ -2,8 +2,9 @@
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.reports.axes import choose_scales, format_multiple
 from megatron.reports.charts import Chart, ChartPoint, ChartPosition, ChartSeries, ChartTick
@@ -320,8 +321,6 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     axes.plot(*zip(*(by_name[name] for name in frontier), strict=True), color="0.6", linewidth=1, zorder=0)
     for name, (step, value) in by_name.items():
         axes.plot([step], [value], marker="o", markersize=4, color="#0072B2" if name in frontier else "0.55")
-        if name in named:
-            axes.annotate(name, (step, value), xytext=(4, 3), textcoords="offset points", fontsize=6 if narrow else 7)
     values = [value for _, _, value in points]
     if max(values) > 4 * min(values):
         axes.set_yscale("log")
@@ -329,6 +328,23 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     axes.set_ylabel(f"perplexity at {board.largest}")
     axes.grid(color="0.92", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
+    annotate_points(axes, {name: by_name[name] for name in named}, font_size=6 if narrow else 7)
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
+
+
+def annotate_points(axes: Any, points: Mapping[str, tuple[float, float]], *, font_size: float) -> None:
+    """Write names next to points, from left to right; a name that would cover others is moved up, with a line."""
+    axes.figure.draw_without_rendering()  # the layout determines where texts are
+    placed: list[Any] = []
+    for name, point in sorted(points.items(), key=lambda item: item[1]):
+        x, y = 4.0, 3.0
+        label = axes.annotate(name, point, xytext=(x, y), textcoords="offset points", fontsize=font_size)
+        while any(label.get_window_extent().overlaps(box) for box in placed):
+            y += font_size + 1
+            label.set_position((x, y))
+        placed.append(label.get_window_extent())
+        if y > font_size:
+            line = {"arrowstyle": "-", "color": "0.7", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2}
+            axes.annotate("", point, xytext=(x, y + 1), textcoords="offset points", arrowprops=line, zorder=0)

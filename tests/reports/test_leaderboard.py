@@ -2,10 +2,13 @@
 
 import json
 import math
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 from scipy import stats
 
@@ -13,7 +16,7 @@ from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_benchmarks import RankedBenchmark
-from megatron.reports.leaderboard_summary import build_answers, find_frontier
+from megatron.reports.leaderboard_summary import annotate_points, build_answers, find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.records import Record, record_from_row, write_records
@@ -436,3 +439,18 @@ def test_columns_are_explained_above_the_table() -> None:
     page = render_report([ReportSection("A", records(), leaderboard=BOARD)])
     for shown in (table.to_text(), table.to_markdown(), page):
         assert shown.index(table.lead[0]) < shown.index("from the best at 32×")
+
+
+def test_names_of_near_points_do_not_cover_each_other() -> None:
+    figure = Figure(figsize=(4, 4))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    points = {f"method_{index}": (1.0 + index / 1000, 7.0) for index in range(5)} | {"far": (2.0, 9.0)}
+    for x, y in points.values():
+        axes.plot([x], [y], marker="o")
+    annotate_points(axes, points, font_size=7)
+    names = [text for text in axes.texts if text.get_text()]
+    assert {text.get_text() for text in names} == points.keys()
+    boxes = [text.get_window_extent() for text in names]
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    assert len(axes.texts) - len(names) == 4, "each moved name has a line to its point"
