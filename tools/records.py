@@ -47,13 +47,11 @@ def collect_provenance(script: str, device: str) -> dict[str, Any]:
 
 def write_record(path: Path, record: dict[str, Any], page: str | None = None) -> None:
     """Write a record as JSON and, if given, its page next to it as .md. A killed process leaves the earlier ones."""
-    texts = {path: json.dumps(record, indent=1) + "\n"}
+    from megatron.utils.atomic_io import write_text_atomically  # as torch above
+
+    write_text_atomically(path, json.dumps(record, indent=1) + "\n")
     if page is not None:
-        texts[path.with_suffix(".md")] = page
-    for file, text in texts.items():
-        part = file.with_name(f"{file.name}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
+        write_text_atomically(path.with_suffix(".md"), page)
 
 
 def format_provenance(provenance: dict[str, Any]) -> str:

@@ -55,7 +55,7 @@ def is_same_training(config: Config, stored: Config, *, may_differ: Collection[s
     return all(key in may_differ for key, _, _ in _list_changes(config, stored, "data", "numerics", "schedule"))
 
 
-def determine_origin(config: Config, source: StoredCheckpoint, *, may_differ: Collection[str] = ()) -> str | None:
+def compute_origin(config: Config, source: StoredCheckpoint, *, may_differ: Collection[str] = ()) -> str | None:
     """Return what a run starts from (`TrainerState.origin`), or None if it continues a training from scratch.
 
     It identifies how the loaded checkpoint was trained, or its weights if they were imported. A run that loads only the

@@ -27,9 +27,9 @@ from megatron.checkpoint.compatibility import (
     StoredCheckpoint,
     check_architecture,
     check_optimizer,
+    compute_origin,
     describe_branch,
     describe_changes,
-    determine_origin,
     has_training_states,
 )
 from megatron.checkpoint.manifest import load_checkpoint_config
@@ -228,21 +228,21 @@ def plan_resume(
     if options.finetune and saved:
         raise UserError(
             f"save: {options.save} contains checkpoints up to {saved[-1].name}, but this run would start at step 0; "
-            f"choose another folder, or resume from the newest with {build_resume_keys(options)}"
+            f"choose another folder, or resume from the newest with {format_resume_arguments(options)}"
         )
     checkpoint, notes = _find_valid_checkpoint(options.load, groups, weights_only=options.finetune, checksums=checksums)
     index = next((i for i, path in enumerate(saved) if _is_same_folder(path, checkpoint)), None)
     if saved and index is None:
         raise UserError(
             f"save: {options.save} contains checkpoints up to {saved[-1].name}, but this run would start from "
-            f"{checkpoint}; choose another folder, or resume from the newest with {build_resume_keys(options)}"
+            f"{checkpoint}; choose another folder, or resume from the newest with {format_resume_arguments(options)}"
         )
     later = tuple(saved[index + 1 :]) if index is not None else ()
     is_named = layout.is_checkpoint(options.load)  # otherwise the later checkpoints are damaged
     if later and is_named and not options.rollback:
         raise UserError(
             f"save: {options.save} contains checkpoints up to {later[-1].name}, but this run would resume from "
-            f"{checkpoint}; choose another folder, resume from the newest with {build_resume_keys(options)}, "
+            f"{checkpoint}; choose another folder, resume from the newest with {format_resume_arguments(options)}, "
             "or roll back with rollback=true (later checkpoints are moved aside)"
         )
     stored_config = load_checkpoint_config(checkpoint)
@@ -251,7 +251,7 @@ def plan_resume(
         check_architecture(stages[0].config, checkpoint, stored_config, finetune=True)
         notes += (f"loading the weights of {checkpoint}; optimizer, data and step start fresh",)
         source = StoredCheckpoint(checkpoint, stored_config, state)
-        return ResumePlan(source, notes=notes, stages=stages, origin=determine_origin(config, source))
+        return ResumePlan(source, notes=notes, stages=stages, origin=compute_origin(config, source))
     stages = build_stages(_restore_epoch_steps(config, stored_config))
     # Compare the checkpoint's configuration with that of its own stage.
     config = find_writing_stage(stages, state.step).config
@@ -279,11 +279,11 @@ def plan_resume(
     if layout_before != layout_now:
         notes += (f"layout: was {layout_before}, now {layout_now}",)
     is_own = index is not None or options.save is None
-    origin = determine_origin(config, source, may_differ=LENGTH_KEYS if is_own else ())
+    origin = compute_origin(config, source, may_differ=LENGTH_KEYS if is_own else ())
     return ResumePlan(source, reader, state, notes, stages, later, origin)
 
 
-def build_resume_keys(options: CheckpointOptions) -> str:
+def format_resume_arguments(options: CheckpointOptions) -> str:
     """Return the command-line keys that resume a run with these options from its newest checkpoint."""
     # The configuration of a finetuned run loads only weights, and only those of another run.
     return shlex.quote(f"load={options.save}") + (" finetune=false" if options.finetune else "")

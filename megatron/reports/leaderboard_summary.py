@@ -339,12 +339,12 @@ def annotate_points(axes: Any, points: Mapping[str, tuple[float, float]], *, fon
     axes.figure.draw_without_rendering()  # the layout determines where texts are
     placed: list[Any] = []
     for name, point in sorted(points.items(), key=lambda item: item[1]):
-        x, y = 4.0, 3.0
+        x, y, moved = 4, 3, 0.0
         label = axes.annotate(name, point, xytext=(x, y), textcoords="offset points", fontsize=font_size)
         while any(label.get_window_extent().overlaps(box) for box in placed):
-            y += font_size + 1
-            label.set_position((x, y))
+            moved += font_size + 1
+            label.set_position((x, y + moved))
         placed.append(label.get_window_extent())
-        if y > font_size:
+        if moved:
             line = {"arrowstyle": "-", "color": "0.7", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2}
-            axes.annotate("", point, xytext=(x, y + 1), textcoords="offset points", arrowprops=line, zorder=0)
+            axes.annotate("", point, xytext=(x, y + moved + 1), textcoords="offset points", arrowprops=line, zorder=0)

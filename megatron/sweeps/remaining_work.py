@@ -109,11 +109,11 @@ def _describe_other_start(member: SweepMember, origin: str | None) -> str | None
     if (checkpoint := member.origin) is not None:
         if not checkpoint.is_dir():
             return None  # it was removed after the branch had started
-        from megatron.checkpoint.compatibility import StoredCheckpoint, determine_origin
+        from megatron.checkpoint.compatibility import StoredCheckpoint, compute_origin
 
         source = StoredCheckpoint(checkpoint, load_checkpoint_config(checkpoint), TrainerState.read(checkpoint))
         stage = find_writing_stage(build_stages(member.resolved_config), member.branch_step)
-        expected = determine_origin(stage.config, source)
+        expected = compute_origin(stage.config, source)
     if origin == expected:
         return None
     in_run, in_sweep = (start or "new weights" for start in (origin, expected))

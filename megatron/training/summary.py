@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.layout import parse_step
-from megatron.checkpoint.resume import build_resume_keys
+from megatron.checkpoint.resume import format_resume_arguments
 from megatron.checkpoint.run_folder import get_config_path
 from megatron.config.execution import build_stages, resolve_mesh_shape
 from megatron.config.schema import Config
@@ -200,7 +200,7 @@ def build_resume_command(config: Config) -> str:
     folder = str(config.checkpoint.save)
     # The user's own file may lack overrides from the command line.
     file = f"{shlex.quote(folder)}/{get_config_path(folder).name}"
-    return f"{PROGRAM} train {file} {build_resume_keys(config.checkpoint)}"
+    return f"{PROGRAM} train {file} {format_resume_arguments(config.checkpoint)}"
 
 
 def describe_memory_error(config: Config, world_size: int, error: BaseException) -> str:

@@ -13,7 +13,7 @@ from models import build_model
 from rich.console import Console
 from safetensors.torch import save_file
 
-from megatron.checkpoint.compatibility import StoredCheckpoint, determine_origin
+from megatron.checkpoint.compatibility import StoredCheckpoint, compute_origin
 from megatron.checkpoint.layout import resolve_checkpoint_path
 from megatron.checkpoint.manifest import load_checkpoint_config
 from megatron.checkpoint.trainer_state import TrainerState
@@ -123,7 +123,7 @@ class Trainer:
         if config.checkpoint.load is not None:
             loaded = resolve_checkpoint_path(config.checkpoint.load)
             source = StoredCheckpoint(loaded, load_checkpoint_config(loaded), TrainerState.read(loaded))
-            origin = determine_origin(config, source)
+            origin = compute_origin(config, source)
         checkpoint = run / "checkpoints" / f"step_{step:07d}"
         checkpoint.mkdir(parents=True, exist_ok=True)
         config.save(checkpoint / "config.yml")

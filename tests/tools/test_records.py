@@ -1,6 +1,7 @@
 """Records of docs/results state place, date and versions of their measurements in a uniform format."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -73,13 +74,12 @@ def test_a_process_killed_while_it_writes_leaves_the_earlier_record(
 ) -> None:
     path = tmp_path / "a.json"
     records.write_record(path, {"records": [1]}, "page")
-    write_text = Path.write_text
 
-    def be_killed(file: Path, text: str, **options: str) -> None:
-        write_text(file, text[: len(text) // 2], **options)
+    def be_killed(descriptor: int) -> None:
+        os.truncate(descriptor, 5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", be_killed)
+    monkeypatch.setattr(os, "fsync", be_killed)
     with pytest.raises(KeyboardInterrupt):
         records.write_record(path, {"records": [1, 2]}, "longer page")
     assert json.loads(path.read_text(encoding="utf-8")) == {"records": [1]}

@@ -53,7 +53,7 @@ def compute_sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def is_complete(done: dict[str, Any] | None) -> bool:
+def is_part_complete(done: dict[str, Any] | None) -> bool:
     """Return True if a part succeeded and measured everything; without ncu, for example, it succeeds with a reason."""
     return done is not None and done["exit"] == 0 and not any(r.get("refusal") for r in done.get("records", ()))
 
@@ -71,7 +71,7 @@ def select_kept_parts(
     if last is None or any(last.get(name) != current[name] for name in ("machine", "versions", "sources")):
         return {}
     names = [part.name for part in parts if part.name not in RESUMED_PARTS]
-    results = {name: last["parts"][name] for name in names if is_complete(last["parts"].get(name))}
+    results = {name: last["parts"][name] for name in names if is_part_complete(last["parts"].get(name))}
     return {name: {**done, "kept": done.get("kept", last["date"])} for name, done in results.items()}
 
 
