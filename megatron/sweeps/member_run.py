@@ -1,14 +1,17 @@
 """One member of a sweep: its training, in a subprocess that is started, monitored and stopped, and its evaluation."""
 
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.checkpoint.run_folder import RunLock
 from megatron.reports.records import Record
 from megatron.sweeps.remaining_work import (
     MemberWork,
@@ -21,7 +24,7 @@ from megatron.sweeps.spec import SweepMember
 from megatron.training.metrics_log import METRICS_FILE, read_last_step, read_metrics_log
 from megatron.utils.errors import FarfieldError, RunError, UserError
 from megatron.utils.formatting import format_quantity
-from megatron.utils.progress import WorkItem
+from megatron.utils.progress import WaitAnnouncer, WorkItem
 from megatron.utils.project import COMMAND
 from megatron.utils.signals import get_parent_variable
 
@@ -72,12 +75,36 @@ def read_training_cost(metrics: Path) -> dict[str, float]:
 
 def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> None:
     """Train a member to its end, or skip it if it is already trained."""
-    # Another member may have trained the run since the sweep began, if sweep.runs is set.
-    done, steps, job = find_finished_step(member), member.resolved_config.training.train_iters, work.training
-    if done >= steps and not lacks_test_record(member):
-        meter.skip(job)
-        meter.log(f"{member.name}: already trained: {format_quantity(done, 'step')} in {member.folder}")
-        return
+    if not _is_trained(member):
+        with _lock_training(member, meter.log):
+            # Another member or another sweep may have trained the run meanwhile, if sweep.runs is set.
+            if not _is_trained(member):
+                _continue_training(member, work.training, meter)
+                return
+    meter.skip(work.training)
+    steps = format_quantity(find_finished_step(member), "step")
+    meter.log(f"{member.name}: already trained: {steps} in {member.folder}")
+
+
+def _is_trained(member: SweepMember) -> bool:
+    steps = member.resolved_config.training.train_iters
+    return find_finished_step(member) >= steps and not lacks_test_record(member)
+
+
+@contextmanager
+def _lock_training(member: SweepMember, log: Callable[[str], None]) -> Iterator[None]:
+    """Wait until no other sweep trains the member's run, and keep it for the block."""
+    with WaitAnnouncer(log, f"{member.name}: waiting for another process that trains {member.folder}"):
+        lock = RunLock(member.folder.parent, name=f".{member.folder.name}.lock", lock_timeout=math.inf)
+    try:
+        yield
+    finally:
+        lock.release(remove_file=True)
+
+
+def _continue_training(member: SweepMember, job: WorkItem, meter: JobMeter) -> None:
+    """Train a member from its newest checkpoint, or from its start, to its end."""
+    done, steps = find_finished_step(member), member.resolved_config.training.train_iters
     if done:
         plan = f"resuming after step {done} of {steps}" if done < steps else "trained; running the missing test"
         meter.log(f"{member.name}: {plan}")

@@ -26,7 +26,7 @@ measured speed of completed and running jobs.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -209,12 +209,13 @@ def _run_members(
         if work.has_work and member not in diverged and member not in kept and member not in elsewhere
     ]
     if array is not None and indices:
-        waiting = [i for i in indices if (origin := sweep.members[i].origin) is not None and not origin.is_dir()]
+        waiting = _list_waiting(sweep.members, indices, finished_steps)
         indices = [i for i in indices if i not in waiting]
         if waiting:
             log(
-                f"{format_quantity(len(waiting), 'run')} branch{'es' * (len(waiting) == 1)} from checkpoints that do "
-                "not exist yet; run the same command again once they do"
+                f"{format_quantity(len(waiting), 'run')} wait{'s' * (len(waiting) == 1)} for other runs, with which "
+                "they share a training or from whose checkpoints they branch; run the same command again once these "
+                "have ended"
             )
         if not indices:
             return []
@@ -268,6 +269,25 @@ def _run_members(
             f"results of {format_quantity(len(results.unsaved), 'run')} could not be saved: {reason}; {RESUME_HINT}"
         )
     return records
+
+
+def _list_waiting(
+    members: Sequence[SweepMember], indices: Sequence[int], finished_steps: Mapping[SweepMember, int]
+) -> set[int]:
+    """Return the indices that cannot be tasks of the same job array as the others.
+
+    These are branches from a checkpoint that does not exist yet, and all but the first of the members that share an
+    unfinished training.
+    """
+    waiting, trained_folders = set(), set()
+    for i in indices:
+        member = members[i]
+        is_unfinished = finished_steps[member] < member.resolved_config.training.train_iters
+        if (member.origin is not None and not member.origin.is_dir()) or member.folder in trained_folders:
+            waiting.add(i)
+        elif is_unfinished:
+            trained_folders.add(member.folder)
+    return waiting
 
 
 def _run_all_members(

@@ -5,7 +5,9 @@ import json
 import re
 import shutil
 import signal
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from megatron.sweeps import run_sweep as sweeps
 from megatron.sweeps.spec import read_sweep
 from megatron.training import check_resources
 from megatron.utils.errors import RunError, UserError
+from megatron.utils.progress import WaitAnnouncer
 from megatron.utils.signals import StoppedBySignal, convert_signals_to_exceptions
 
 from .conftest import BASE, Initialiser, Trainer, run, write
@@ -348,6 +351,28 @@ def test_variants_of_one_sweep_share_a_run(trainer: Trainer) -> None:
     )
     run()
     assert [line.split()[0] for line in trainer.calls()] == ["rotary", "evaluate"]
+
+
+def test_a_sweep_waits_for_another_that_trains_the_same_run(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(BASE.replace("output: out", "output: out\n      runs: pool").replace("mine: {", "same: {pos_emb: rotary} #"))
+    first, same = read_sweep(["sweep.yml"]).members
+    assert first.folder == same.folder
+    lock = RunLock(first.folder.parent, name=f".{first.folder.name}.lock")
+
+    def finish_other_training() -> None:
+        trainer.save(first.resolved_config, first.folder, 6)
+        lock.release(remove_file=True)
+
+    def begin_wait(log: Callable[[str], object], activity: str) -> WaitAnnouncer:
+        if not trainer.asked:  # the first of the two waits
+            threading.Timer(0.2, finish_other_training).start()
+        return WaitAnnouncer(log, activity, first=0.0)
+
+    monkeypatch.setattr(member_run, "WaitAnnouncer", begin_wait)
+    _, output = run()
+    assert [line.split()[0] for line in trainer.calls()] == ["evaluate", "evaluate"]
+    assert f"rotary, seed 1234: waiting for another process that trains {first.folder}" in output
+    assert not list(first.folder.parent.glob(".*.lock"))
 
 
 def test_a_report_has_the_table_of_a_paper(trainer: Trainer) -> None:

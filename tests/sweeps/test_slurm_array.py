@@ -77,13 +77,31 @@ def test_branches_are_submitted_after_their_checkpoint_exists(sbatch: None, trai
 
     write(TRUNK)
     _, output = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
-    assert "2 runs branch from checkpoints that do not exist yet; run the same command again once they do" in output
+    assert (
+        "2 runs wait for other runs, with which they share a training or from whose checkpoints they branch; run the "
+        "same command again once these have ended" in output
+    )
     assert "1 of 3 runs submitted" in output
     trunk, *_ = read_sweep(["sweep.yml"]).members
     (trainer.save(trunk.resolved_config, trunk.folder, 3) / DEEPSPEED_FOLDER).mkdir()  # optimizer states
     _, output = run("launcher=slurm", "num_gpus=1", "slurm.cpus_per_task=2")
-    assert "1 run branches from" in output
+    assert "1 run waits for other runs" in output
     assert "#SBATCH --array=0-1\n" in Path("out/job.sbatch").read_text()
+
+
+def test_one_task_trains_a_run_that_variants_share(sbatch: None, trainer: Trainer) -> None:
+    """Two tasks would train in the same folder; after the training both can evaluate it."""
+    keys = (*KEYS, "sweep.runs=pool")
+    write(BASE.replace("mine: {", "same: {pos_emb: rotary}\n        mine: {"))
+    _, output = run(*keys)
+    assert "2 runs wait for other runs, with which they share a training" in output
+    assert "4 of 6 runs submitted" in output
+    assert "#SBATCH --array=0-1,4-5\n" in Path("out/job.sbatch").read_text()
+    for member in read_sweep(["sweep.yml"], keys).members[:2]:
+        trainer.save(member.resolved_config, member.folder, 6)
+    _, output = run(*keys)
+    assert "wait" not in output
+    assert "#SBATCH --array=0-5\n" in Path("out/job.sbatch").read_text()
 
 
 def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
