@@ -59,6 +59,8 @@ class TrainerState:
     precision: str = "fp32"
     method_digests: dict[str, str] | None = None
     """Code digests of methods defined outside the project (`catalog.compute_method_digests`)."""
+    data_digests: dict[str, str] | None = None
+    """Digests of the training datasets by prefix (`indexed_dataset.compute_dataset_digest`)."""
     directory: str | None = None
     """Working directory of the training, to which relative paths in its configuration refer."""
     origin: str | None = None

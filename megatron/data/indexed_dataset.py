@@ -22,7 +22,7 @@ crash much later. All datasets are therefore opened with `open_indexed` first.
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,3 +176,21 @@ def check_dataset(prefix: Path, *, content: bool) -> None:
 def check_dataset_content(dataset: IndexedTokens) -> None:
     """Compare the tokens with their recorded checksum, if any, unless the file is too large for this check."""
     check_dataset(dataset.prefix, content=dataset.tokens.nbytes <= MAX_CHECKSUM_BYTES)
+
+
+def compute_dataset_digest(prefix: Path) -> str:
+    """Return the checksum of a dataset's tokens in its corpus.json, or their size in bytes if it has none."""
+    tokens = prefix.with_name(f"{prefix.name}.bin")
+    metadata = find_corpus_metadata(prefix)
+    recorded = {} if metadata is None else metadata.files or {}
+    return recorded[tokens.name].sha256 if tokens.name in recorded else f"{tokens.stat().st_size} bytes"
+
+
+def find_changed_datasets(digests: Mapping[str, str]) -> list[str]:
+    """Return the datasets whose tokens differ from those of earlier; missing datasets are not listed.
+
+    Args:
+        digests: earlier result of `compute_dataset_digest` for each prefix.
+    """
+    present = (prefix for prefix in digests if Path(f"{prefix}.bin").is_file())
+    return [prefix for prefix in present if compute_dataset_digest(Path(prefix)) != digests[prefix]]

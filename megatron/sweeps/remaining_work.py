@@ -27,6 +27,7 @@ from megatron.config.stages import find_writing_stage, list_stage_configs
 from megatron.config.yaml_files import format_value
 from megatron.data.blend import compute_sequence_range
 from megatron.data.datasets import list_sequence_lengths
+from megatron.data.indexed_dataset import find_changed_datasets
 from megatron.data.load_tokenizer import find_vocab_size
 from megatron.data.tasks.task_config import read_task_config
 from megatron.launch import slurm
@@ -62,7 +63,7 @@ def find_finished_step(member: SweepMember) -> int:
 
     Raises:
         UserError: its folder contains a run with another configuration or start, or with different code of a user's own
-            method.
+            method, or with other tokens.
         RunError: it has checkpoints, but all are damaged.
     """
     checkpoint = find_latest_valid(member.folder)
@@ -88,6 +89,11 @@ def find_finished_step(member: SweepMember) -> int:
     for file in trainer_state.find_changed_methods(member.config.position):
         raise UserError(
             f"{member.folder}: was trained with different code of {file}; restore that code, "
+            f"{_suggest_another_folder(member)}"
+        )
+    for prefix in find_changed_datasets(trainer_state.data_digests or {}):
+        raise UserError(
+            f"{member.folder}: was trained with other tokens of {prefix}; restore them, "
             f"{_suggest_another_folder(member)}"
         )
     return step

@@ -4,7 +4,7 @@ Every rank of a run makes a `StartPlan` before it builds data and model. A dry r
 without being a rank (check_start.py), so the same code rejects what the run would reject.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from megatron.config.schema import Config
 from megatron.config.stages import Stage, find_longest_length
 from megatron.data.blend import DatasetSlice
 from megatron.data.datasets import SampleOrder, open_dataset_slices
+from megatron.data.indexed_dataset import find_changed_datasets
 from megatron.data.load_tokenizer import Vocabulary, check_tokenizer_folder, read_vocabulary
 from megatron.data.stage_order import StageOrder, begin_order, continue_order
 from megatron.distributed.mesh import ParallelSizes
@@ -140,7 +141,17 @@ def plan_start(
         separates_documents=config.position.attention_mask == "document",
     )
     _check_later_data(resume, order, vocabulary)
-    return StartPlan(config, requested, resume, vocabulary, position, order, slices, (*method_notes, *order_notes))
+    notes = (*method_notes, *order_notes, *_describe_changed_data(resume, slices))
+    return StartPlan(config, requested, resume, vocabulary, position, order, slices, notes)
+
+
+def _describe_changed_data(resume: ResumePlan, slices: Mapping[str, list[DatasetSlice]]) -> Iterator[str]:
+    """Yield a note for each training dataset that was replaced after the checkpoint that a run resumes from."""
+    if resume.checkpoint is not None:
+        prefixes = {str(dataset_slice.dataset.prefix) for dataset_slice in slices.get("train", [])}
+        for prefix in find_changed_datasets(resume.trainer_state.data_digests or {}):
+            if prefix in prefixes:
+                yield f"{prefix}: its tokens are not those with which {resume.checkpoint} was trained"
 
 
 def plan_checkpoint(

@@ -10,7 +10,7 @@ The code that starts the run has resolved the configuration (resolve_run.py).
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from megatron.config.schema import Config
 from megatron.config.stages import Stage, find_stage
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.document_starts import draw_document_starts
+from megatron.data.indexed_dataset import compute_dataset_digest
 from megatron.data.load_tokenizer import Vocabulary, save_tokenizer
 from megatron.data.torch_data import Batch, build_dataloader
 from megatron.distributed import rng
@@ -134,6 +135,8 @@ class TrainingRun:
     harness_tasks: Any
     """Loaded tasks of lm-evaluation-harness that are evaluated during training, or None."""
     datasets: Datasets
+    data_digests: Mapping[str, str]
+    """Digests of the training datasets (`TrainerState.data_digests`); empty for a task."""
     data_position: DataPosition
     engine: Engine
     schedule: LearningRateSchedule
@@ -173,6 +176,7 @@ class TrainingRun:
             zero_stage=training.zero_optimization.stage,
             precision=training.compute_dtype,
             method_digests=compute_user_method_digests(self.config.position) or None,
+            data_digests=dict(self.data_digests) or None,
             directory=os.getcwd(),
             origin=self.resume.origin,
         )
@@ -321,6 +325,11 @@ def build_components(
         vocabulary=plan.vocabulary,
         harness_tasks=tasks,
         datasets=datasets,
+        data_digests={
+            str(prefix): compute_dataset_digest(prefix)
+            for dataset_slice in plan.slices.get("train", [])
+            for prefix in [dataset_slice.dataset.prefix]
+        },
         data_position=position,
         engine=Engine(config, model, groups),
         schedule=_build_stage_schedule(resume.stage),

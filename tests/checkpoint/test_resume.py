@@ -155,6 +155,22 @@ def test_other_data_is_rejected_if_its_tokenizer_differs(trained: Path, tmp_path
         train(tiny_config(other, shutil.copytree(trained, tmp_path / "new"), load=str(tmp_path / "new")))
 
 
+def test_replaced_data_are_noted_when_a_run_resumes(tmp_path: Path) -> None:
+    """The paths in the configuration stay the same, so comparing the keys does not show it."""
+    corpus, run, out = write_corpora(tmp_path / "corpus"), tmp_path / "run", io.StringIO()
+    train(tiny_config(corpus, run, train_iters=2))
+    prefix = tiny_config(corpus, run).data.train_data_paths[0]
+    train(tiny_config(corpus, run, train_iters=3, load=str(run)), Console(file=out, width=300))
+    assert "its tokens are not those" not in out.getvalue()
+    source = tmp_path / "corpus" / "counting.jsonl"
+    source.write_text(source.read_text() * 2)
+    prepare([str(source)], corpus, tokenizer="HFTokenizer", vocab_file=tmp_path / "corpus" / "numbers.json",
+            workers=1, overwrite=True)  # fmt: skip
+    train(tiny_config(corpus, run, train_iters=4, load=str(run)), Console(file=out, width=300))
+    checkpoint = run / "checkpoints" / layout.format_checkpoint_name(3)
+    assert f"{prefix}: its tokens are not those with which {checkpoint} was trained" in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -14,10 +14,12 @@ import pytest
 from rich.console import Console
 
 from megatron.checkpoint.run_folder import SWEEP_LOCK, RunLock
+from megatron.data.indexed_dataset import compute_dataset_digest
 from megatron.planning.model_costs import count_parameters, plan_model
 from megatron.reports.combine import combine_results
 from megatron.sweeps import member_run
 from megatron.sweeps import run_sweep as sweeps
+from megatron.sweeps.remaining_work import find_finished_step
 from megatron.sweeps.spec import read_sweep
 from megatron.training import check_resources
 from megatron.utils.errors import RunError, UserError
@@ -351,6 +353,21 @@ def test_variants_of_one_sweep_share_a_run(trainer: Trainer) -> None:
     )
     run()
     assert [line.split()[0] for line in trainer.calls()] == ["rotary", "evaluate"]
+
+
+def test_a_run_with_other_tokens_of_its_dataset_is_not_reused(trainer: Trainer) -> None:
+    """The same folder may contain another corpus since the run was trained."""
+    run()
+    member = read_sweep(["sweep.yml"]).members[0]
+    (state,) = member.folder.glob("checkpoints/*/progress.json")
+    prefix = "corpus/train_text_document"
+    trained_on = {prefix: compute_dataset_digest(Path(prefix)), "gone/text": "12 bytes"}
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"data_digests": trained_on}))
+    assert find_finished_step(member) == 6
+    trained_on[prefix] = "0" * 64
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"data_digests": trained_on}))
+    with pytest.raises(UserError, match=rf"^{member.folder}: was trained with other tokens of {prefix}; restore them"):
+        run()
 
 
 def test_a_sweep_waits_for_another_that_trains_the_same_run(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
