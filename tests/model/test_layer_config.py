@@ -117,7 +117,7 @@ def test_training(name: str, compiled: None) -> None:
 def test_regions_write_heads_first_for_a_backend_that_reads_them(
     name: str, compiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = _train(_build(name))
+    expected = _train(_build(name, compile_regions=False))
     gpt, layouts = _build(name), []
     attention = gpt.local_layers[0].self_attention.core_attention
     monkeypatch.setattr(type(attention.backend), "needs_heads_first_layout", True, raising=False)
@@ -138,12 +138,22 @@ def test_training_in_other_types(dtype: torch.dtype, tolerance: float, compiled:
     _assert_close(_train(_build("as GPT-NeoX", dtype=dtype)), expected, tolerance)
 
 
+@pytest.fixture(scope="module")
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """New folder for Inductor's precompiled headers and code.
+
+    The user's own cache may contain code of another instruction set (ATEN_CPU_CAPABILITY), with wrong results.
+    """
+    return tmp_path_factory.mktemp("inductor")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 @pytest.mark.parametrize("name", ["as GPT-2", "as LLaMA"])
-def test_training_with_inductor(name: str, compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # Inductor's cache for CPUs serves code of another instruction set (ATEN_CPU_CAPABILITY), with wrong results.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_training_with_inductor(
+    name: str, compiled: None, inductor_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     monkeypatch.setattr(layer_config, "COMPILE_ARGUMENTS", {"options": {"compile_threads": 1}})
     found = _train(_build(name))
     _assert_close(found, _train(_build(name, compile_regions=False)))
