@@ -75,20 +75,20 @@ def read_training_cost(metrics: Path) -> dict[str, float]:
 
 def _train_member(member: SweepMember, work: MemberWork, meter: JobMeter) -> None:
     """Train a member to its end, or skip it if it is already trained."""
-    if not _is_trained(member):
+    done = find_finished_step(member)
+    if _needs_training(member, done):
         with _lock_training(member, meter.log):
-            # Another member or another sweep may have trained the run meanwhile, if sweep.runs is set.
-            if not _is_trained(member):
-                _continue_training(member, work.training, meter)
+            done = find_finished_step(member)  # with sweep.runs, another member or sweep may have trained the run
+            if _needs_training(member, done):
+                _continue_training(member, done, work.training, meter)
                 return
     meter.skip(work.training)
-    steps = format_quantity(find_finished_step(member), "step")
-    meter.log(f"{member.name}: already trained: {steps} in {member.folder}")
+    meter.log(f"{member.name}: already trained: {format_quantity(done, 'step')} in {member.folder}")
 
 
-def _is_trained(member: SweepMember) -> bool:
-    steps = member.resolved_config.training.train_iters
-    return find_finished_step(member) >= steps and not lacks_test_record(member)
+def _needs_training(member: SweepMember, done: int) -> bool:
+    """Return True if a member's training has steps left after step `done`, or lacks its final test."""
+    return done < member.resolved_config.training.train_iters or lacks_test_record(member)
 
 
 @contextmanager
@@ -102,9 +102,9 @@ def _lock_training(member: SweepMember, log: Callable[[str], None]) -> Iterator[
         lock.release(remove_file=True)
 
 
-def _continue_training(member: SweepMember, job: WorkItem, meter: JobMeter) -> None:
-    """Train a member from its newest checkpoint, or from its start, to its end."""
-    done, steps = find_finished_step(member), member.resolved_config.training.train_iters
+def _continue_training(member: SweepMember, done: int, job: WorkItem, meter: JobMeter) -> None:
+    """Train a member to its end, from the checkpoint of step `done` or from its start."""
+    steps = member.resolved_config.training.train_iters
     if done:
         plan = f"resuming after step {done} of {steps}" if done < steps else "trained; running the missing test"
         meter.log(f"{member.name}: {plan}")
