@@ -256,31 +256,33 @@ def _check_description(method: type[PositionModule]) -> None:
 
 
 def check_hook_results(encoding: Encoding) -> None:
-    """Call each implemented hook of an encoding for one token, and check its result.
+    """Call each implemented hook of an encoding for a few tokens, and check its result.
 
     Raises:
         MethodFileError: names the file, the class, the hook and the expected result.
     """
-    dims, one = encoding.dims, TokenRange(0, 1)
+    dims = encoding.dims
+    rows, columns = _choose_checked_tokens(encoding.max_length)
     device = next(encoding.parameters(), torch.empty(0)).device
-    hidden = torch.zeros(1, 1, dims.hidden_size, device=device)
-    q = torch.zeros(1, dims.num_heads, 1, dims.head_dim, device=device)
-    scores = torch.zeros(1, dims.num_heads, 1, 1, device=device)
+    hidden = torch.zeros(1, columns.length, dims.hidden_size, device=device)
+    q, k = (torch.zeros(1, dims.num_heads, x.length, dims.head_dim, device=device) for x in (rows, columns))
+    scores = torch.zeros(1, dims.num_heads, rows.length, columns.length, device=device)
+    distances = torch.arange(columns.length, device=device, dtype=torch.float32)
     calls: dict[str, Callable[[], Any]] = {
-        "embed": lambda: encoding.embed(one, hidden),
-        "rotate": lambda: encoding.rotate(q, one),
-        "table": lambda: encoding.table(torch.zeros(1, device=device)),
-        "dense": lambda: encoding.dense(one, one, q, ALL_HEADS),
-        "contextual": lambda: encoding.contextual(q, q, scores, one, one, ALL_HEADS),
+        "embed": lambda: encoding.embed(columns, hidden),
+        "rotate": lambda: encoding.rotate(q, rows),
+        "table": lambda: encoding.table(distances),
+        "dense": lambda: encoding.dense(rows, columns, q, ALL_HEADS),
+        "contextual": lambda: encoding.contextual(q, k, scores, rows, columns, ALL_HEADS),
         "gate": lambda: encoding.gate(hidden, ALL_HEADS),
     }
     shapes = {
-        "embed": (1, dims.hidden_size),
+        "embed": (columns.length, dims.hidden_size),
         "rotate": (*q.shape[:-1], encoding.qk_head_dim),
-        "table": (dims.num_heads, 1),
-        "dense": (dims.num_heads, 1, 1),
+        "table": (dims.num_heads, columns.length),
+        "dense": (dims.num_heads, rows.length, columns.length),
         "contextual": tuple(scores.shape),
-        "gate": (1, dims.num_heads, 1),
+        "gate": (1, dims.num_heads, columns.length),
     }
     if (encoding.max_length is not None) != encoding.has_position_table:
         raise MethodFileError(
@@ -288,13 +290,13 @@ def check_hook_results(encoding: Encoding) -> None:
             f"{encoding.has_position_table}"
         )
     for hook in (hook for hook in HOOKS if type(encoding).overrides_hook(hook)):
-        result = _call_for_one_token(encoding, hook, calls[hook])
+        result = _call_hook(encoding, hook, calls[hook])
         if hook in ("table", "dense"):
             _check_terms(encoding, hook, result, shapes[hook])
         elif result is not None or hook in ("rotate", "gate"):
             _check_tensor(encoding, hook, result, shapes[hook])
             if hook == "rotate" and not encoding.rotates_alike:
-                keys = _call_for_one_token(encoding, "rotate_keys", lambda: encoding.rotate_keys(q, one))
+                keys = _call_hook(encoding, "rotate_keys", lambda: encoding.rotate_keys(q, rows))
                 _check_tensor(encoding, "rotate_keys", keys, shapes[hook])
     _check_flops(encoding, "product_flops", lambda: encoding.product_flops(1.0))
     if type(encoding).overrides_hook("gate") and not encoding.adds_bias:
@@ -302,21 +304,30 @@ def check_hook_results(encoding: Encoding) -> None:
         raise MethodFileError(f"{name} returns a bias, but {type(encoding).__name__}.adds_bias is False")
 
 
+def _choose_checked_tokens(max_length: int | None = None) -> tuple[TokenRange, TokenRange]:
+    """Return two rows and three columns, or fewer if positions end before; equal numbers could hide a wrong shape."""
+    num_columns = min(3, max_length or 3)
+    num_rows = min(2, num_columns)
+    return TokenRange(num_columns - num_rows, num_rows), TokenRange(0, num_columns)
+
+
 def _check_processor(processor: Processor) -> None:
-    """Call the functions of a processor for one token, and check their results.
+    """Call the functions of a processor for a few tokens, and check their results.
 
     Raises as `check_hook_results` does.
     """
-    dims, one = processor.dims, TokenRange(0, 1)
+    dims = processor.dims
+    rows, columns = _choose_checked_tokens()
     device = next(processor.parameters(), torch.empty(0)).device
-    maps = (1, dims.num_heads, 1, 1)
-    scores, visible = torch.zeros(maps, device=device), torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    maps = (1, dims.num_heads, rows.length, columns.length)
+    visible = torch.ones(1, 1, *maps[2:], dtype=torch.bool, device=device).tril(rows.start)
+    scores = torch.zeros(maps, device=device)
     bias = torch.zeros(maps[1:], device=device) if processor.has_bias else None
     summed = scores[:, processor.summed_heads], None if bias is None else bias[processor.summed_heads]
-    output = torch.zeros(1, dims.num_heads, 1, dims.head_dim, device=device)
+    output = torch.zeros(*maps[:3], dims.head_dim, device=device)
     calls: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
         "forward": (lambda: processor(scores, bias, visible), maps),
-        "row_terms": (lambda: processor.row_terms(*summed, visible, one, one), (1, 1, 1)),
+        "row_terms": (lambda: processor.row_terms(*summed, visible, rows, columns), (1, *maps[2:])),
         "apply_row_sums": (lambda: processor.apply_row_sums(scores, scores[:, 0]), maps),
         "process_weights": (lambda: processor.process_weights(scores, visible), maps),
         "process_output": (lambda: processor.process_output(output), tuple(output.shape)),
@@ -324,32 +335,32 @@ def _check_processor(processor: Processor) -> None:
     needed = {"forward"} | ({"apply_row_sums"} if processor.overrides("row_terms") else set())
     for function, (call, shape) in calls.items():
         if function in needed or processor.overrides(function):
-            _check_tensor(processor, function, _call_for_one_token(processor, function, call), shape)
+            _check_tensor(processor, function, _call_hook(processor, function, call), shape)
     _check_flops(processor, "flops_per_score", processor.flops_per_score)
 
 
 def _check_flops(module: PositionModule, function: str, call: Callable[[], Any]) -> None:
     """Check that a function of a method returns a finite number that is not negative."""
-    flops = _call_for_one_token(module, function, call)
+    flops = _call_hook(module, function, call)
     if isinstance(flops, bool) or not isinstance(flops, int | float) or not 0 <= flops < math.inf:
         raise MethodFileError(f"{_describe(type(module), function)} returns {flops!r}; it must be a number, at least 0")
 
 
 def _check_factors(temperature: Temperature) -> None:
-    """Compute the factors of one row, and check the result."""
+    """Compute the factors of two rows, and check the result."""
     device = next(temperature.parameters(), torch.empty(0)).device
-    row = torch.zeros(1, device=device), torch.ones(1, device=device)
-    result = _call_for_one_token(temperature, "forward", lambda: temperature(*row))
+    rows = torch.arange(2.0, device=device), torch.arange(1.0, 3.0, device=device)
+    result = _call_hook(temperature, "forward", lambda: temperature(*rows))
     num_heads = temperature.dims.num_heads
-    if not isinstance(result, Tensor) or tuple(result.shape) not in ((1, 1), (num_heads, 1)):
+    if not isinstance(result, Tensor) or tuple(result.shape) not in ((1, 2), (num_heads, 2)):
         shape = list(result.shape) if isinstance(result, Tensor) else _describe_type(result)
         raise MethodFileError(
-            f"{_describe(type(temperature), 'forward')} returns {shape} for one row; it must be [{num_heads}, 1] or "
-            "[1, 1]"
+            f"{_describe(type(temperature), 'forward')} returns {shape} for two rows; it must be [{num_heads}, 2] or "
+            "[1, 2]"
         )
 
 
-def _call_for_one_token(module: PositionModule, function: str, call: Callable[[], Any]) -> Any:
+def _call_hook(module: PositionModule, function: str, call: Callable[[], Any]) -> Any:
     """Call a function of a method without gradients. Raises MethodFileError if it fails or is not implemented."""
     name = _describe(type(module), function)
     try:
@@ -381,9 +392,10 @@ def _check_tensor(module: PositionModule, function: str, result: object, shape: 
     if not isinstance(result, Tensor):
         raise MethodFileError(f"{name} must return a tensor of the shape {list(shape)}, not {_describe_type(result)}")
     if tuple(result.shape) != shape:
+        rows, columns = _choose_checked_tokens(getattr(module, "max_length", None))
         raise MethodFileError(
-            f"{name} returns the shape {list(result.shape)} for one token of {module.dims.num_heads} heads; it must "
-            f"be {list(shape)}"
+            f"{name} returns the shape {list(result.shape)} for {rows.length} queries, {columns.length} keys and "
+            f"{module.dims.num_heads} heads; it must be {list(shape)}"
         )
     if not result.is_floating_point():
         raise MethodFileError(f"{name} returns {result.dtype}; it must be a floating-point tensor")

@@ -63,7 +63,16 @@ def test_a_module_keeps_the_options_that_it_was_built_with() -> None:
         ("    adds_bias = True\n    def table(self, n):\n        return n", r"Mine\.table must return ScoreTerms"),
         (
             "    adds_bias = True\n    def table(self, n):\n        return ScoreTerms(bias=-n)",
-            r"Mine\.table returns the shape \[1\] for one token of 2 heads; it must be \[2, 1\]",
+            r"Mine\.table returns the shape \[3\] for 2 queries, 3 keys and 2 heads; it must be \[2, 3\]",
+        ),
+        (
+            "    adds_bias = True\n    def table(self, n):\n        return ScoreTerms(bias=-n.new_ones(2, 1))",
+            r"Mine\.table returns the shape \[2, 1\] for 2 queries, 3 keys and 2 heads; it must be \[2, 3\]",
+        ),
+        (
+            "    adds_bias = True\n    def dense(self, query, key, q, heads):\n"
+            "        return ScoreTerms(bias=q.new_zeros(2, key.length, query.length))",
+            r"Mine\.dense returns the shape \[2, 3, 2\] for 2 queries, 3 keys and 2 heads; it must be \[2, 2, 3\]",
         ),
         (
             "    def table(self, n):\n        return ScoreTerms(bias=-n.expand(2, -1))",
@@ -227,7 +236,7 @@ NO_FLOPS = "    def flops_per_score(self):\n        return 0.0\n"
         (LOGITS + NO_FLOPS.replace("0.0", "None"), r"Mine\.flops_per_score returns None; it must be a number"),
         (
             LOGITS.replace("heads]", "heads, 0]") + NO_FLOPS,
-            r"Mine\.forward returns the shape \[1, 2, 1\] for one token",
+            r"Mine\.forward returns the shape \[1, 2, 3\] for 2 queries",
         ),
         (LOGITS.replace("scores[", "scoers[") + NO_FLOPS, r"Mine\.forward raised NameError: name 'scoers'"),
         (
@@ -238,7 +247,7 @@ NO_FLOPS = "    def flops_per_score(self):\n        return 0.0\n"
         ),
         (
             LOGITS + NO_FLOPS + "    def row_terms(self, scores, bias, visible, query, key):\n        return scores\n",
-            r"Mine\.row_terms returns the shape \[1, 2, 1, 1\]",
+            r"Mine\.row_terms returns the shape \[1, 2, 2, 3\]",
         ),
         (
             LOGITS + NO_FLOPS + "    def row_terms(self, scores, bias, visible, query, key):\n"

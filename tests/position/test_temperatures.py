@@ -139,5 +139,5 @@ class WithARowTooMuch(Temperature):
 
 def test_files_without_factors_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "load_temperature_class", lambda name: WithARowTooMuch)
-    with pytest.raises(MethodFileError, match=r"returns \[1, 2\] for one row; it must be \[3, 1\] or \[1, 1\]"):
+    with pytest.raises(MethodFileError, match=r"returns \[1, 3\] for two rows; it must be \[3, 2\] or \[1, 2\]"):
         registry.build_temperature("ssmax", DIMS)
