@@ -102,6 +102,9 @@ def test_every_method() -> None:
         for processor in method_names.list_processor_values():
             estimate, built = counted(pos_emb=encoding, score_processor=processor)
             assert estimate == built, (encoding, processor)
+        # Heads need not divide the hidden size among them.
+        estimate, built = counted(pos_emb=encoding, head_dim=24)
+        assert estimate == built, encoding
     for name in catalog.list_temperatures():
         estimate, built = counted(pos_emb="rotary", score_processor="dape", attention_temperature=name)
         assert estimate == built, name

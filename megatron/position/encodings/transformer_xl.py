@@ -61,7 +61,7 @@ class TransformerXL(Encoding):
     other_names = ("txl", "trxl", "xl")
     takes_real_positions = False  # sinusoids are computed once for each integer distance
     cost = EncodingCost(
-        num_parameters=lambda dims, options: dims.hidden_size**2 + 2 * dims.hidden_size,
+        num_parameters=lambda dims, options: dims.num_heads * dims.head_dim * (dims.hidden_size + 2),
         num_saved_maps=1,
         saved_bytes_per_score=lambda options: 8,
         num_products=lambda options, num_keys: num_keys,  # (q + v)·W_R R; u·k is linear in T
