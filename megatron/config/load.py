@@ -259,26 +259,32 @@ def _note_linear_decay(config: Config, layers: ConfigLayers) -> None:
         )
 
 
-READ_ONLY_WITH: dict[str, tuple[str, Callable[[Any], bool]]] = {
+READ_ONLY_WITH: dict[str, tuple[str, Callable[..., bool]]] = {
     "split": ("train_data_paths", lambda paths: not paths),
     "weight_by_num_documents": ("data_path", lambda path: path is None),
     "weighted_sampler_alpha": ("weight_by_num_documents", bool),
+    "layernorm_epsilon": ("norm, qk_norm", lambda *norms: "layernorm" in norms),
+    "rms_norm_epsilon": ("norm, qk_norm", lambda *norms: "rmsnorm" in norms),
+    "mup_depth_alpha": ("mup_base_num_layers", bool),
+    "attention_chunk_rows": ("attention_backend", lambda backend: backend in ("auto", "chunked")),
+    "attention_check": ("attention_backend", lambda backend: backend == "auto"),
     "checkpoint_num_layers": ("checkpoint_activations", lambda value: value is True),
     "max_bad_steps": ("on_bad_loss", lambda action: action != "stop"),
+    "decay_positions": ("weight_decay", bool),
+    "min_lr": ("lr_decay_style", lambda style: style != "constant"),
     **dict.fromkeys(("wandb_project", "wandb_group", "wandb_team", "wandb_mode"), ("use_wandb", bool)),
     **dict.fromkeys(("trackio_project", "trackio_space"), ("use_trackio", bool)),
     "tensorboard_dir": ("use_tensorboard", bool),
     **dict.fromkeys(("eval_at_start", "eval_lengths", "valid_data_sets"), ("eval_interval", bool)),
+    "profile.ranks": ("profile.from, memory_snapshot", lambda *steps: steps != (None, None)),
+    "profile.with_stack": ("profile.from", lambda step: step is not None),
     "harness": ("harness.tasks", bool),
     "warmup": ("lr_warmup_iters", lambda steps: steps is None),
     "slurm": ("launcher", lambda launcher: launcher == "slurm"),
     "fp16": ("precision", lambda precision: precision == "fp16"),
-    **{
-        key: ("lr_decay_style", lambda chosen, style=style: chosen == style)  # type: ignore[misc]
-        for key, style in SCHEDULE_KEYS.items()
-    },
+    **{key: ("lr_decay_style", lambda chosen, style=style: chosen == style) for key, style in SCHEDULE_KEYS.items()},
 }
-"""Keys that are read only with some values of another key: that key, and a function that is true for such a value.
+"""Keys that are read only with some values of others: these keys, and a function that is true for such values.
 Nested keys are included."""
 
 
@@ -288,23 +294,24 @@ def _note_unread(config: Config, layers: ConfigLayers) -> None:
     Keys of one layer share a note.
     """
     values = config.to_flat()
-    for key, (other_key, is_read_with) in READ_ONLY_WITH.items():
-        other_value: Any = reduce(getitem, other_key.split("."), values)
-        if is_read_with(other_value):
+    unread: dict[tuple[int, str], list[KeyPath]] = {}
+    for key, (names, is_read_with) in READ_ONLY_WITH.items():
+        others: dict[str, Any] = {name: reduce(getitem, name.split("."), values) for name in names.split(", ")}
+        if is_read_with(*others.values()):
             continue
-        unread: dict[int, list[KeyPath]] = {}
+        reason = ", ".join(f"{name} is {format_value(value)}" for name, value in others.items())
+        prefix = tuple(key.split("."))
         for path, setting in layers.values.items():
-            if path[0] != key or path in PRECISION_SWITCHES:  # `precision` reports the switches
+            if path[: len(prefix)] != prefix or path in PRECISION_SWITCHES:  # `precision` reports the switches
                 continue
             key_info = list_config_keys().get(path)  # None inside a mapping whose names are the user's
             if key_info is None or setting.value != key_info.field.get_default(call_default_factory=True):
-                unread.setdefault(setting.layer, []).append(path)
-        for paths in unread.values():
-            names = ", ".join(map(".".join, paths))
-            layers.notes.append(
-                f"{layers.values[paths[0]].where}: {names} {'has' if len(paths) == 1 else 'have'} no effect: "
-                f"{other_key} is {format_value(other_value)}"
-            )
+                unread.setdefault((setting.layer, reason), []).append(path)
+    for (_, reason), paths in unread.items():
+        names = ", ".join(map(".".join, paths))
+        layers.notes.append(
+            f"{layers.values[paths[0]].where}: {names} {'has' if len(paths) == 1 else 'have'} no effect: {reason}"
+        )
 
 
 def _note_gated_width(model: ModelOptions, layers: ConfigLayers) -> None:

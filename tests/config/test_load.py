@@ -455,11 +455,33 @@ def test_an_unused_key_is_reported(write):
     assert not any("split" in note for note in load_config(["base", "over"], ["data_path=x"]).notes)
 
 
+@pytest.mark.parametrize(
+    ("keys", "reason", "used"),
+    [
+        (["layernorm_epsilon=3", "norm=rmsnorm"], "norm is rmsnorm, qk_norm is null", "norm=layernorm"),
+        (["rms_norm_epsilon=3"], "norm is layernorm, qk_norm is null", "norm=rmsnorm"),
+        (
+            ["attention_chunk_rows=16", "attention_backend=eager"],
+            "attention_backend is eager",
+            "attention_backend=auto",
+        ),
+        (["attention_check=false", "attention_backend=sdpa"], "attention_backend is sdpa", "attention_backend=auto"),
+        (["decay_positions=true", "weight_decay=0"], "weight_decay is 0.0", "weight_decay=1"),
+        (["min_lr=1e-5", "lr_decay_style=constant"], "lr_decay_style is constant", "lr_decay_style=cosine"),
+        (["profile.with_stack=true"], "profile.from is null", "profile.from=3 profile.to=4"),
+        (["profile.ranks=[1]"], "profile.from is null, memory_snapshot is null", "memory_snapshot=3"),
+    ],
+)
+def test_a_key_that_depends_on_another_is_reported(write, keys, reason, used):
+    key = keys[0].partition("=")[0]
+    assert f"command line: {key} has no effect: {reason}" in load_config(["base"], keys).notes
+    assert not any("no effect" in note for note in load_config(["base"], [*keys, *used.split()]).notes)
+
+
 def test_validation_without_an_interval_is_reported(write):
     keys = ["eval_at_start=true", "eval_lengths=[2x]", "valid_data_sets={a: x}"]
     notes = load_config(["base"], [*keys, "eval_interval=0"]).notes
-    for key in ("eval_at_start", "eval_lengths", "valid_data_sets.a"):
-        assert f"command line: {key} has no effect: eval_interval is 0" in notes
+    assert notes == ("command line: eval_at_start, eval_lengths, valid_data_sets.a have no effect: eval_interval is 0",)
     assert load_config(["base"], [*keys, "eval_interval=5"]).notes == ()
 
 
