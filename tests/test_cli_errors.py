@@ -79,6 +79,11 @@ MISTAKES = {
         "text/1.tx",
     ): "text/1.tx: no such file or folder; did you mean text/1.txt?",
     ("evaluate", "run", "--lengths", "16", "-o", "tiny.yml"): "--output is tiny.yml, which is a file; name a folder",
+    (
+        "train",
+        "tiny",
+        "hostfile=host",
+    ): "error: command line: hostfile: no such file: host; to train on this machine",
     ("train", "tiny", "save=tiny.yml"): "save is tiny.yml, which is a file; name a folder",
     ("train", "tiny", "save=tiny.yml/x", "--dry-run"): "save is tiny.yml/x, but tiny.yml is a file; name a folder",
     (

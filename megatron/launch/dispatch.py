@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 MAX_SILENCE = 6.0
 """Maximum time before a run starts without output, in seconds."""
 
+DEFAULT_HOSTFILES = ("/job/hostfile", "/mock_path")
+"""Hostfiles of DeepSpeed and of GPT-NeoX's configurations, which mean this machine if they do not exist."""
+
 PrintNotes = Callable[[Iterable[str]], object]
 
 
@@ -45,10 +48,17 @@ def uses_slurm(launch: LaunchOptions) -> bool:
 
 
 def uses_ssh(launch: LaunchOptions) -> bool:
-    """Return True if a run should be started over ssh. As in DeepSpeed, a missing hostfile means this machine."""
-    if launch.launcher == "ssh":
-        return True
-    return launch.launcher == "auto" and launch.hostfile is not None and Path(launch.hostfile).is_file()
+    """Return True if a run should be started over ssh.
+
+    Raises UserError if its hostfile is missing, unless it is one of `DEFAULT_HOSTFILES`.
+    """
+    if launch.launcher != "auto" or launch.hostfile is None:
+        return launch.launcher == "ssh"
+    if not (exists := Path(launch.hostfile).is_file()) and launch.hostfile not in DEFAULT_HOSTFILES:
+        raise UserError(
+            f"hostfile: no such file: {launch.hostfile}; to train on this machine only, set hostfile=null", "hostfile"
+        )
+    return exists
 
 
 def launch_training(
@@ -162,7 +172,9 @@ def _print_dry_run(
 
 def list_hostfile_notes(launch: LaunchOptions) -> tuple[str, ...]:
     """Return notes about a hostfile that is not used."""
-    if launch.hostfile is None or uses_ssh(launch):
+    if launch.hostfile is None or launch.launcher == "ssh":
+        return ()
+    if launch.launcher == "auto" and Path(launch.hostfile).is_file():
         return ()
     reason = "no such file" if launch.launcher == "auto" else f"launcher is {launch.launcher}"
     return (f"hostfile {launch.hostfile} has no effect: {reason}",)

@@ -93,7 +93,7 @@ class LaunchOptions(ConfigSection):
     )
     launcher: Literal["auto", "ssh", "slurm"] = config_field(
         "auto",
-        "auto: use the processes of srun, mpirun or torchrun, else ssh if the hostfile exists, else this machine; "
+        "auto: use the processes of srun, mpirun or torchrun, else ssh if hostfile is set, else this machine; "
         "ssh: the machines of the hostfile; slurm: submit a job",
         policy="machine",
     )

@@ -96,8 +96,15 @@ def test_when_ssh_is_used(place: Path) -> None:
     def launch(*overrides: str):
         return load_config([], [*SMALL, *overrides]).config.launch
 
-    assert not dispatch.uses_ssh(launch())  # no file means this machine, as in DeepSpeed
-    assert dispatch.list_hostfile_notes(launch()) == ("hostfile hosts has no effect: no such file",)
+    with pytest.raises(
+        UserError, match=r"^hostfile: no such file: hosts; to train on this machine only, set hostfile=n"
+    ):
+        dispatch.uses_ssh(launch())
+    # The default of GPT-NeoX's configurations means this machine, as in DeepSpeed.
+    assert not dispatch.uses_ssh(launch("hostfile=/mock_path"))
+    assert dispatch.list_hostfile_notes(launch("hostfile=/mock_path")) == (
+        "hostfile /mock_path has no effect: no such file",
+    )
     assert dispatch.uses_ssh(launch("launcher=ssh"))
     Path("hosts").write_text("node1 slots=1\n")
     assert dispatch.uses_ssh(launch())
