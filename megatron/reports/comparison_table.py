@@ -29,13 +29,18 @@ from functools import cached_property
 
 from megatron.reports import axes
 from megatron.reports.axes import RecordAxis, format_multiple
-from megatron.reports.method_rows import disambiguate_methods, get_table_key, list_unverified_methods, quote_method
+from megatron.reports.method_rows import (
+    describe_budgets,
+    disambiguate_methods,
+    get_table_key,
+    join_methods,
+    list_unverified_methods,
+    quote_method,
+)
 from megatron.reports.metrics import Metric
 from megatron.reports.records import Record
 from megatron.reports.run_records import RunFailure
 
-MAX_NAMED_METHODS = 4
-"""Maximum number of methods that a note names."""
 MAX_DENSE_COLUMNS = 10
 """Maximum number of columns of a table over a dense axis."""
 PROTOCOL_NOTES = {
@@ -234,10 +239,10 @@ class ComparisonTable:
                 notes.append(f"{change_note}; its uncertainty is unknown.")
         if unproven := list_unverified_methods(self.records):
             notes.append(
-                f"The results of {', '.join(unproven[:MAX_NAMED_METHODS])}"
-                f"{' and others' * (len(unproven) > MAX_NAMED_METHODS)} lack training digests: runs with the "
-                "same name and number of steps count as seeds of one method."
+                f"The results of {join_methods(unproven)} lack training digests: runs with the same name and number of "
+                "steps count as seeds of one method."
             )
+        notes += filter(None, [describe_budgets(self.records)])
         return [*notes, *dict.fromkeys(record.remark for record in self.records if record.remark is not None)]
 
     def _format_best_seeds(self) -> list[str]:

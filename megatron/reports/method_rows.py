@@ -17,6 +17,8 @@ from megatron.reports.records import Record
 
 SEED_FOLDER = re.compile(r"seed_\d+")
 """Pattern of the last component of a sweep's run folder."""
+MAX_NAMED_METHODS = 4
+"""Maximum number of methods that a note names."""
 MAX_NAMED_FOLDERS = 2
 """Maximum number of folders in a name; more are counted."""
 
@@ -71,6 +73,26 @@ def disambiguate_methods(records: Sequence[Record]) -> list[Record]:
 def quote_method(method: str) -> str:
     """Return the name of a method inside a sentence, in quotation marks if it is the ordinary word none."""
     return f"“{method}”" if method == "none" else method
+
+
+def describe_budgets(records: Iterable[Record]) -> str | None:
+    """Return a sentence if methods of a table were trained on different numbers of tokens, else None."""
+    methods: dict[int, list[str]] = {}
+    for record in records:
+        if record.train_tokens is not None and record.method not in (
+            named := methods.setdefault(record.train_tokens, [])
+        ):
+            named.append(record.method)
+    if len(methods) < 2:
+        return None
+    parts = [f"{tokens:,} ({join_methods(named)})" for tokens, named in sorted(methods.items())]
+    return f"Methods were trained on different numbers of tokens: {', '.join(parts)}."
+
+
+def join_methods(methods: Sequence[str]) -> str:
+    """Join the names of methods in a note, of many only the first."""
+    named = map(quote_method, methods[:MAX_NAMED_METHODS])
+    return ", ".join(named) + " and others" * (len(methods) > MAX_NAMED_METHODS)
 
 
 def list_unverified_methods(records: Iterable[Record]) -> list[str]:

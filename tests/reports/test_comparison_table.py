@@ -12,6 +12,7 @@ from rich.console import Console
 from megatron.reports import results_output, table_formats
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.records import TRIVIAL_BASELINE_PREFIX, Record
+from megatron.reports.significance import build_significance_table
 
 from .conftest import record
 
@@ -27,6 +28,19 @@ def test_rows_and_columns(story: list[Record]) -> None:
     assert layout.methods == ("cdape", "kerple_log", "rotary")  # in the order of the records
     assert layout.x_values == (64, 512, 2048)
     assert layout.get_column_headers() == [("1×", "64"), ("8×", "512"), ("32×", "2,048")]
+
+
+def test_unequal_amounts_of_training_are_noted(story: list[Record]) -> None:
+    budgets = {"rotary": 3000, "kerple_log": 2000, "cdape": 2000}
+    for changes, expected in (
+        (budgets, "Methods were trained on different numbers of tokens: 2,000 (kerple_log, cdape), 3,000 (rotary)."),
+        (dict.fromkeys(budgets, 2000), None),
+        (dict.fromkeys(budgets), None),  # unknown, as in records of other programs
+    ):
+        records = [r.replace(train_tokens=changes[r.method]) for r in story]
+        (table,) = build_comparison_tables(records)
+        for notes in (table.notes, build_significance_table(table, "rotary").notes):
+            assert [note for note in notes if "numbers of tokens" in note] == [expected] * (expected is not None)
 
 
 def test_the_smallest_of_each_column_is_best(story: list[Record]) -> None:
