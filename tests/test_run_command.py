@@ -43,8 +43,8 @@ def test_an_environment_without_permission_is_one_line(tmp_path: Path, monkeypat
     ("number", "code", "ended"),
     [
         (signal.SIGINT, 130, "interrupted\n"),
-        (signal.SIGTERM, 143, "stopped by signal 15\n"),
-        (signal.SIGHUP, 129, "stopped by signal 1\n"),
+        (signal.SIGTERM, 143, "stopped by SIGTERM\n"),
+        (signal.SIGHUP, 129, "stopped by SIGHUP\n"),
     ],
 )
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def describe_other_contents(run: str | Path | None) -> tuple[str, ...]:
     if not names:
         return ()
     shown = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
-    return (f"save: {run} contains no run but {shown}; the run's files are added to them",)
+    return (f"save: {run} has files that no run wrote ({shown}); the run's files are added to them",)
 
 
 def is_saved_config(path: Path) -> bool:

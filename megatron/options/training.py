@@ -285,10 +285,13 @@ def find_training_conflicts(training: TrainingOptions) -> Iterator[tuple[str, st
     """Yield conflicts between these keys: the key to blame, and a sentence."""
     zero = training.zero_optimization
     if training.loss_spike is not None and training.on_bad_loss == "skip":
-        spike = (
-            f"loss_spike {training.loss_spike:g}: a step with finite gradients is applied before its loss is checked"
+        yield (
+            "loss_spike",
+            (
+                f"loss_spike {training.loss_spike:g} needs on_bad_loss: rollback or stop; a step has changed the weights when "
+                "its loss is found to be a spike, so it cannot be skipped"
+            ),
         )
-        yield "loss_spike", f"{spike}; set on_bad_loss to rollback or stop"
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         name = "zero_optimization.offload_optimizer.device"
         problem = f"{name} {zero.offload_optimizer.device}: only sharded states can be offloaded; use stage 1, 2 or 3"

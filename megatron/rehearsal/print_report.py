@@ -174,10 +174,10 @@ def _print_machine(report: RehearsalReport, console: Console) -> None:
     if report.step_seconds is not None:
         low, high = report.step_seconds
         iters = report.rehearsal.run.config.training.train_iters
+        durations = dict.fromkeys(format_approximate_duration(iters * seconds) for seconds in (low, high))
         console.print(
             f"[bold]time[/]  {_format_seconds(low)}–{_format_seconds(high)} per step, {iters:,} steps in "
-            f"{format_approximate_duration(iters * low)} to {format_approximate_duration(iters * high)}: estimated "
-            "as by ./deepy.py plan, not measured here"
+            f"{' to '.join(durations)}: estimated as by ./deepy.py plan, not measured here"
         )
     if (slurm := report.slurm) is not None:
         if "starts" in slurm:
@@ -194,7 +194,9 @@ def _print_coverage(report: RehearsalReport, console: Console) -> None:
     rehearsal = report.rehearsal
     console.print(f"[bold]covered[/]  {'; '.join(report.list_covered())}; in {format_duration(rehearsal.seconds)}")
     if rehearsal.run.synthetic_splits:
-        console.print("[bold]not read[/]  the run's own data, which are not on this machine; train requires data")
+        console.print(
+            "[bold]not read[/]  the run's own data, which are not on this machine or not named; train requires data"
+        )
     if rehearsal.unmatched_ranks:
         ranks = f"{rehearsal.unmatched_ranks} rank{'' if rehearsal.unmatched_ranks == 1 else 's'}"
         console.print(f"[bold]not compared[/]  {ranks}: no rank that finished represents them")

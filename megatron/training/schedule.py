@@ -194,9 +194,10 @@ def describe_rate_jump(old: LearningRateSchedule, new: LearningRateSchedule, ste
     extended = replace(new, decay_steps=old.decay_steps, warmup_steps=old.warmup_steps, final_steps=old.final_steps)
     if old.decay_steps == new.decay_steps or extended(step) != planned:
         return text  # the user set another rate explicitly
-    text += f": its decay now ends at step {new.decay_steps:,}; lr_decay_iters={old.decay_steps} keeps the old schedule"
+    text += f", because its decay now ends at step {new.decay_steps:,}; to keep the old schedule, set "
+    text += f"lr_decay_iters={old.decay_steps}"
     if step >= old.decay_steps:
-        text += f", which has ended: the rate stays at min_lr={new.min_lr:g}"
+        text += f", after which the rate is min_lr={new.min_lr:g}"
         if new.min_lr == 0:
-            text += ", so nothing is learned; set min_lr too"
+            text += ", and a min_lr above 0, without which nothing is learned"
     return text

@@ -178,7 +178,7 @@ def describe_stop(config: Config, step: int, checkpoint: Path | None, signum: in
         is_of_this_step = parse_step(checkpoint) == step  # none is saved after a bad step
         kept = f"saved {checkpoint}" if is_of_this_step else f"the last checkpoint is {checkpoint}"
         saved = f"{kept}; {describe_next_action(config, signum)}"
-    return f"stopped by signal {signum} at step {step} of {config.training.train_iters}; {saved}"
+    return f"stopped by {signal.Signals(signum).name} at step {step} of {config.training.train_iters}; {saved}"
 
 
 def describe_rollbacks(rollbacks: int, skipped_samples: int) -> str:

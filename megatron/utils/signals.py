@@ -59,7 +59,7 @@ class StoppedBySignal(SystemExit):
         self.signum = signum
 
     def __str__(self) -> str:
-        return f"stopped by signal {self.signum}"
+        return f"stopped by {signal.Signals(self.signum).name}"
 
 
 def build_signal_exception(signum: int) -> BaseException:

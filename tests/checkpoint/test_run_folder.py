@@ -79,7 +79,9 @@ def test_a_new_run_among_other_files_is_noted(tmp_path: Path) -> None:
     for name in ("thesis.tex", "a", "b", "c"):
         (tmp_path / name).touch()
     (note,) = describe_other_contents(tmp_path)
-    assert note == f"save: {tmp_path} contains no run but a, b, c and 1 more; the run's files are added to them"
+    assert (
+        note == f"save: {tmp_path} has files that no run wrote (a, b, c and 1 more); the run's files are added to them"
+    )
     RunLock(tmp_path).release()
     assert describe_other_contents(tmp_path) == ()
 

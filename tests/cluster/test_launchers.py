@@ -113,6 +113,6 @@ def test_a_run_loses_a_rank_resumes_and_stops(
     assert all(end(commands))
     first = (tmp_path / "0.log").read_text()
     assert first.count("2 ranks: tensor 1 × pipeline 1 × context 1 × data 2") == 1
-    stopped = re.search(r"stopped by signal 15 at step (\d+) of 60; saved", first)
+    stopped = re.search(r"stopped by SIGTERM at step (\d+) of 60; saved", first)
     assert stopped is not None, printed()
     assert losses(run) == pytest.approx(expected[: int(stopped[1])], rel=ROUNDING)

@@ -74,7 +74,7 @@ def test_a_submitted_run_survives_two_preemptions(slurm: Slurm, whole: tuple[Pat
     # As with --signal near the time limit: only the ranks get the signal; they save, and the script requeues its job.
     wait_for(lambda: steps(run) >= 2, run, slurm)
     slurm("scancel", "--signal=TERM", job)
-    wait_for(lambda: "stopped by signal 15" in (run / f"slurm-{job}.out").read_text(), run, slurm)
+    wait_for(lambda: "stopped by SIGTERM" in (run / f"slurm-{job}.out").read_text(), run, slurm)
     first = steps(run)
     assert first < len(expected)
     # As in a preemption: all processes get the signal, and SLURM itself requeues.
@@ -85,5 +85,5 @@ def test_a_submitted_run_survives_two_preemptions(slurm: Slurm, whole: tuple[Pat
     log = (run / "log.txt").read_text()
     assert "restart 1 (SLURM_RESTART_COUNT)" in log
     assert "restart 2 (SLURM_RESTART_COUNT)" in log
-    assert log.count("stopped by signal 15") == 2
+    assert log.count("stopped by SIGTERM") == 2
     assert losses(run) == pytest.approx(expected, rel=ROUNDING)

@@ -172,7 +172,7 @@ def test_a_run_over_two_machines_survives_its_launcher_and_resumes(
         until(lambda: steps() >= 2)
     finally:
         launcher.kill()
-    until(lambda: list(Path("run/checkpoints").glob("step_*")) and "stopped by signal 15" in log_of(place))
+    until(lambda: list(Path("run/checkpoints").glob("step_*")) and "stopped by SIGTERM" in log_of(place))
     assert steps() < len(expected)
     assert "2 ranks: tensor 1 × pipeline 1 × context 1 × data 2" in launcher.printed()
     until(lambda: not [path for path in Path("/proc").glob("[0-9]*/cwd") if _is(path, place)])

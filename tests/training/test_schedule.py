@@ -150,7 +150,7 @@ def test_a_decay_added_to_a_trunk_is_not_a_jump() -> None:
     assert describe_rate_jump(trunk, branch, 500) is None
     assert [branch(step) for step in range(501)] == [trunk(step) for step in range(501)]
     late = describe_rate_jump(trunk, LearningRateSchedule(1e-3, 0.0, 2, 550, "wsd", 100, "linear"), 500)
-    assert "drops to 5.00e-04: its decay now ends at step 550" in (late or "")
+    assert "drops to 5.00e-04, because its decay now ends at step 550" in (late or "")
 
 
 def stages(*keys: str) -> tuple[Stage, ...]:

@@ -220,7 +220,9 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes(
     assert signal.getsignal(number) == before
     assert (result.step, result.signal, result.exit_code) == (2, number, 128 + number)
     output = text.splitlines()[-2:]  # on a busy machine, the thread that acknowledges the signal may print last
-    assert sum(line.startswith(f"stopped by signal {int(number)} at step 2 of 4; saved ") for line in output) == 1
+    assert (
+        sum(line.startswith(f"stopped by {signal.Signals(number).name} at step 2 of 4; saved ") for line in output) == 1
+    )
     assert layout.find_latest_checkpoint(tmp_path / "run") == result.checkpoint
     train(tiny_config(corpus, tmp_path / "run", load=str(tmp_path / "run")))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

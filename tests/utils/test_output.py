@@ -119,4 +119,4 @@ def test_a_run_with_a_closed_output_saves_and_ends(tmp_path: Path) -> None:
     assert checkpoint is not None
     step = json.loads((checkpoint / "progress.json").read_text())["step"]
     assert 1 <= step < 2000
-    assert f"stopped by signal 15 at step {step} of 2000; saved {checkpoint}" in (tmp_path / "run/log.txt").read_text()
+    assert f"stopped by SIGTERM at step {step} of 2000; saved {checkpoint}" in (tmp_path / "run/log.txt").read_text()

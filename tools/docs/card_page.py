@@ -102,9 +102,12 @@ def describe_use_of_context(records: Sequence[Record]) -> str:
         return ""
     counts = Counter(gain.verdict for gain in gains)
     first = gains[0]
+    others = [gain.method for gain in gains if "(" in gain.method]  # such as rotary (yarn), an evaluation of rotary
+    counted = f" (counting {', '.join(others)})" if others else ""
     text = (
         f"Measured on the leaderboard's text, from {first.base_length:,} to {first.length:,} bytes of context "
-        f"([definition](evaluation.md#use-of-context)): of {len(gains)} methods, {counts[context_gain.USED]} use it, "
+        f"([definition](evaluation.md#use-of-context)): of {len(gains)} methods{counted}, "
+        f"{counts[context_gain.USED]} use it, "
         f"{counts[context_gain.IGNORED]} ignore it, {counts[context_gain.HURT]} are hurt by it, and "
         f"{counts[context_gain.UNDECIDED]} are undecided. [context.md](results/context.md) has a bound from a model "
         "trained at the long length."
