@@ -285,13 +285,8 @@ def find_training_conflicts(training: TrainingOptions) -> Iterator[tuple[str, st
     """Yield conflicts between these keys: the key to blame, and a sentence."""
     zero = training.zero_optimization
     if training.loss_spike is not None and training.on_bad_loss == "skip":
-        yield (
-            "loss_spike",
-            (
-                f"loss_spike {training.loss_spike:g} needs on_bad_loss: rollback or stop; a step has changed the weights when "
-                "its loss is found to be a spike, so it cannot be skipped"
-            ),
-        )
+        reason = "a step has changed the weights when its loss is found to be a spike, so it cannot be skipped"
+        yield "loss_spike", f"loss_spike {training.loss_spike:g} needs on_bad_loss: rollback or stop; {reason}"
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         name = "zero_optimization.offload_optimizer.device"
         problem = f"{name} {zero.offload_optimizer.device}: only sharded states can be offloaded; use stage 1, 2 or 3"
