@@ -207,6 +207,7 @@ MISTAKES = {
     ("export", "run", "-o", "text"): "error: text: is not empty; choose another folder",
     ("export", "data", "-o", "e"): "error: data: contains no checkpoint",
     ("export", "run", "-o", "e", "--shard", "big"): "error: --shard is 'big'; it must be a size such as 500MB or 2GB",
+    ("analyze", "--config", "tiny.yml"): "error: a configuration has no folder; choose one for the page with --output",
     ("export", "--refresh", "/proc/self"): "error: RUN is /proc/self, which cannot be written to (",
     ("evaluate", "exported"): "or import it: ./deepy.py import exported -o RUN",
     ("generate", "exported", "a"): "exported: is a model folder of transformers (config.json), not a run; give the run",
