@@ -230,7 +230,8 @@ def test_prepare_selects_files_by_suffix(tmp_path, inside):
     assert json.loads((tmp_path / "code" / "corpus.json").read_text())["splits"]["all"]["documents"] == 2
     wrong = inside("prepare", "src", "--suffixes", ".py,rs", "-o", "more", cwd=tmp_path)
     assert wrong.stdout == ""
-    assert (wrong.returncode, wrong.stderr) == (2, "error: --suffixes: 'rs' must start with a dot, for example .txt\n")
+    message = "error: --suffixes: 'rs' must be a dot and at least one more character, for example .txt\n"
+    assert (wrong.returncode, wrong.stderr) == (2, message)
 
 
 def test_broken_pipe_is_silent(tmp_path):

@@ -207,6 +207,8 @@ MISTAKES = {
     ("export", "run", "-o", "text"): "error: text: is not empty; choose another folder",
     ("export", "data", "-o", "e"): "error: data: contains no checkpoint",
     ("export", "run", "-o", "e", "--shard", "big"): "error: --shard is 'big'; it must be a size such as 500MB or 2GB",
+    ("prepare", "own/LICENSE", "-o", "out"): "error: own/LICENSE: it has no suffix; the suffix must be one of ",
+    ("prepare", "text", "-o", "out", "--suffixes", "."): "error: --suffixes: '.' must be a dot and at least one more",
     ("analyze", "--config", "tiny.yml"): "error: a configuration has no folder; choose one for the page with --output",
     ("export", "--refresh", "/proc/self"): "error: RUN is /proc/self, which cannot be written to (",
     ("evaluate", "exported"): "or import it: ./deepy.py import exported -o RUN",
@@ -241,6 +243,7 @@ def mistakes(corpus) -> dict[tuple[str, ...], list]:
     (checkpoint / "model.safetensors").touch()  # nobody reads it
     (corpus / "own" / "data").mkdir(parents=True)
     (corpus / "own" / "runs" / "rotary").mkdir(parents=True)
+    (corpus / "own" / "LICENSE").touch()
     for name in OWN:
         (corpus / "own" / name).write_text("what somebody wrote")
     (corpus / "sweep.yml").write_text(

@@ -71,8 +71,12 @@ def test_suffixes_choose_files(texts):
         scan_sources([str(texts / "code.rs")])
     with pytest.raises(UserError, match=r"no file in this folder ends in \.c"):
         scan_sources([str(texts)], suffixes=[".c"])
-    with pytest.raises(UserError, match="dot"):
-        scan_sources([str(texts)], suffixes=["txt"])
+    for suffix in ("txt", "."):
+        with pytest.raises(UserError, match="must be a dot and at least one more character"):
+            scan_sources([str(texts)], suffixes=[suffix])
+    (texts / "LICENSE").write_text("any use")
+    with pytest.raises(UserError, match=r"LICENSE: it has no suffix; .*; rename .* to .*/LICENSE\.txt"):
+        scan_sources([str(texts / "LICENSE")])
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])

@@ -136,10 +136,10 @@ def scan_sources(
             files += _list_folder(path, suffixes, list_dataset)
         elif path.is_file():
             if not path.name.endswith(suffixes):
-                raise UserError(
-                    f"{path}: unknown suffix; it must be one of {', '.join(suffixes)}; --suffixes "
-                    f"{path.suffix or 'SUFFIX'} reads such files as text"
-                )
+                known = f"the suffix must be one of {', '.join(suffixes)}"
+                if not _is_suffix(path.suffix):
+                    raise UserError(f"{path}: it has no suffix; {known}; rename the file, for example to {path}.txt")
+                raise UserError(f"{path}: unknown suffix; {known}; --suffixes {path.suffix} reads such files as text")
             files.append(describe_source_file(path))
         else:
             check_reachable(path)
@@ -313,9 +313,13 @@ def _normalize_suffixes(suffixes: Sequence[str] | None) -> tuple[str, ...]:
     if not suffixes:
         raise UserError("suffixes: none given")
     for suffix in suffixes:
-        if not suffix.startswith(".") or len(suffix) < 2:
-            raise UserError(f"suffixes: {suffix!r} must start with a dot, for example .txt")
+        if not _is_suffix(suffix):
+            raise UserError(f"suffixes: {suffix!r} must be a dot and at least one more character, for example .txt")
     return tuple(suffixes)
+
+
+def _is_suffix(text: str) -> bool:
+    return text.startswith(".") and len(text) > 1
 
 
 def describe_source_file(path: Path, name: str | None = None, format: SourceFormat | None = None) -> SourceFile:
