@@ -206,7 +206,7 @@ MISTAKES = {
     ("export", "run", "-o", "tiny.yml"): "error: --output is tiny.yml, which is a file; name a folder",
     ("export", "run", "-o", "text"): "error: text: is not empty; choose another folder",
     ("export", "data", "-o", "e"): "error: data: contains no checkpoint",
-    ("export", "run", "-o", "e", "--shard", "big"): "error: --shard is 'big'; it must be a size such as 500MB or 2GB",
+    ("export", "run", "-o", "e", "--shard", "big"): "error: --shard is 'big'; it must be a size with its unit, such as",
     ("prepare", "own/LICENSE", "-o", "out"): "error: own/LICENSE: it has no suffix; the suffix must be one of ",
     ("prepare", "text", "-o", "out", "--suffixes", "."): "error: --suffixes: '.' must be a dot and at least one more",
     ("analyze", "--config", "tiny.yml"): "error: a configuration has no folder; choose one for the page with --output",

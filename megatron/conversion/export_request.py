@@ -18,7 +18,7 @@ _EXPORT_FILE_NAMES = re.compile(
     r"[\w-]+\.py|[\w.-]+\.json|model[\w-]*\.safetensors|README\.md|results\.png|merges\.txt|tokenizer\.model"
 )
 """Names of files that an export may contain."""
-_SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def _find_native_family(run: TrainedRun) -> ModelFamily:
 
 
 def _parse_size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]B|)", text.strip().upper())
+    match = re.fullmatch(r"(\d+)\s*([KMG]B)", text.strip().upper())
     if match is None or int(match[1]) < 1:
-        raise UserError(f"--shard is {text!r}; it must be a size such as 500MB or 2GB")
+        raise UserError(f"--shard is {text!r}; it must be a size with its unit, such as 500MB or 2GB")
     return int(match[1]) * _SIZE_UNITS[match[2]]
 
 

@@ -83,7 +83,8 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
     ("choices", "words"),
     [
         ({"dtype": "float61"}, "--dtype: unknown value 'float61'; did you mean float16?"),
-        ({"max_shard_size": "big"}, "--shard is 'big'; it must be a size such as 500MB or 2GB"),
+        ({"max_shard_size": "big"}, "--shard is 'big'; it must be a size with its unit, such as 500MB or 2GB"),
+        ({"max_shard_size": "3"}, "--shard is '3'; it must be a size with its unit"),
         ({"max_shard_size": "0GB"}, "--shard is '0GB'"),
     ],
 )
