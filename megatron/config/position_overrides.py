@@ -98,9 +98,10 @@ def override_position(
             "learned parameters cannot be replaced"
         )
     if list_learned_temperatures(model, chosen):
+        fixed = _disable_learning(name)
         raise UserError(
             f"attention_temperature {attention_temperature}: it has learned parameters, so it cannot be added to a "
-            f"trained model; train with attention_temperature={name}"
+            f"trained model; train with attention_temperature={name}{'' if fixed == name else f', or use {fixed}'}"
         )
     return chosen
 
@@ -254,9 +255,17 @@ def parse_temperature(text: str) -> tuple[str, dict[str, Any]]:
     """Return name and options of `logn` or `logn:length=512`. Raises UserError for an unknown temperature."""
     name, _, options = _split_override("attention_temperature", text)
     known, list_options = method_names.list_temperature_values(), method_names.list_temperature_options
+    if name not in known:
+        known = [_disable_learning(each) for each in known]
     for _, problem in validate_methods("attention_temperature", [name], known, options, list_options):
         raise UserError(problem)
     return name, options
+
+
+def _disable_learning(temperature: str) -> str:
+    """Return a temperature's name, with `learned=false` if it has this option."""
+    has_option = temperature != "none" and "learned" in method_names.list_readable_options(temperature)
+    return f"{temperature}:learned=false" if has_option else temperature
 
 
 def list_learned_temperatures(model: ModelOptions, position: PositionOptions) -> list[str]:

@@ -363,6 +363,8 @@ def test_a_temperature_at_evaluation_alone(place: Path) -> None:
     assert fixed[0].method == "kerple_log(temperature=ssmax(learned=False, s=0.5) at evaluation)"
     for run, temperature, message in (
         ("plain", "ssmax", "it has learned parameters, so it cannot be added to a trained model"),
+        ("plain", "ssmax", "train with attention_temperature=ssmax, or use ssmax:learned=false"),
+        ("plain", "foo", "choose from none, llama4, logn, ssmax:learned=false"),
         ("ssmax", "logn", "the run was trained with ssmax, whose learned parameters cannot be replaced"),
         ("ssmax", "none", "the run was trained with ssmax"),
         ("plain", "lgn", "attention_temperature lgn is not available; did you mean logn?"),
