@@ -297,8 +297,8 @@ def evaluate_target(
     For arguments, result and errors see `evaluate_runs`.
     """
     log = make_log_function(console)
-    log(describe_output_folder(request))
     with WaitAnnouncer(log, IMPORTING):
         estimates = [estimate_evaluation(run.name, run.config, target, request.options) for run in request.runs]
         jobs = build_eval_jobs(request, [(estimate.flops, estimate.note) for estimate in estimates], names)
+    log(describe_output_folder(request))
     return run_eval_jobs(request, jobs, target, console, progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron.utils.errors import UserError
-from megatron.utils.formatting import format_choices
+from megatron.utils.formatting import format_choices, format_quantity
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+NO_CUDA_DEVICE = "this machine has no CUDA device (or torch was built without CUDA)"
 
 
 def parse_device(name: str) -> tuple[str, int]:
@@ -32,7 +33,9 @@ def resolve_device(name: str) -> torch.device:
 
     kind, index = parse_device(name)
     if kind == "cuda" and index >= torch.cuda.device_count():
-        raise UserError(f"device is {name}, but this machine has {torch.cuda.device_count()} CUDA devices")
+        devices = format_quantity(torch.cuda.device_count(), "CUDA device")
+        some = f"this machine has {devices}, numbered from 0"
+        raise UserError(f"device is {name}, but {some if torch.cuda.device_count() else NO_CUDA_DEVICE}")
     if kind != "cpu":
         configure_cuda()
     if kind == "auto":

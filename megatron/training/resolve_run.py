@@ -15,6 +15,7 @@ from megatron.config.stages import ENDS
 from megatron.data.load_tokenizer import find_vocab_size
 from megatron.distributed.hardware import PROCESSES_PER_CORE, LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
+from megatron.model.device_dtype import NO_CUDA_DEVICE
 from megatron.training.check_resources import check_memory
 from megatron.training.schedule import describe_late_warmup
 from megatron.utils.errors import UserError
@@ -187,9 +188,7 @@ def _resolve_topology(config: Config, hardware: LocalHardware, rank_info: RankIn
 
 def _check_device(requested: str, device: str, precision: str, ranks: int, hardware: LocalHardware) -> None:
     if requested == "cuda" and device == "cpu":
-        raise UserError(
-            "device is cuda, but this machine has no CUDA device (or torch was built without CUDA)", "device"
-        )
+        raise UserError(f"device is cuda, but {NO_CUDA_DEVICE}", "device")
     if precision == "fp16" and device == "cpu":
         reason = "device is cpu" if requested == "cpu" else "this machine has none"
         raise UserError(f"precision is fp16, which needs a GPU, and {reason}; use precision=bf16 or fp32", "precision")

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -534,6 +535,29 @@ def test_devices() -> None:
     for name in ("tpu", "cuda:x", "cuda:99"):
         with pytest.raises(UserError, match="device is "):
             resolve_device(name)
+
+
+@pytest.mark.parametrize(
+    ("count", "reason"),
+    [
+        (0, "this machine has no CUDA device (or torch was built without CUDA)"),
+        (1, "this machine has 1 CUDA device, numbered from 0"),
+        (2, "this machine has 2 CUDA devices, numbered from 0"),
+    ],
+)
+def test_missing_devices(count: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(UserError, match=re.escape(f"device is cuda:2, but {reason}") + "$"):
+        resolve_device("cuda:2")
+
+
+def test_the_output_folder_is_printed_after_all_checks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = make_run("runs/a", "pos_emb=rotary"), io.StringIO()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for wrong in ({"rope": "yarn"}, {"device": "cuda"}):
+        with pytest.raises(UserError):
+            evaluated([run], [8], console=Console(file=out), **wrong)
+    assert out.getvalue() == ""
 
 
 def test_a_directory_in_progress_must_be_a_string(place: Path) -> None:
