@@ -1,8 +1,10 @@
 """Options in `sweep:` of a sweep file: variants to train, their evaluation, and the output folder."""
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from megatron.options.data import CorpusOptions
 from megatron.options.evaluation import EvaluationOptions
@@ -73,6 +75,13 @@ class LeaderboardOptions(ConfigSection):
     num_shown: int = config_field(6, "number of best methods in its figures, in addition to those of `against`", ge=1)
 
 
+def _check_part(part: Any) -> Any:
+    words = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part) if isinstance(part, str) else None
+    if part is not None and (words is None or int(words[1]) > int(words[2])):
+        raise PydanticCustomError("part", "it must be PART/PARTS, such as 1/2 and 2/2 for two machines")
+    return part
+
+
 class SweepOptions(ConfigSection):
     """Variants × seeds, all trained and evaluated in the same way."""
 
@@ -95,7 +104,7 @@ class SweepOptions(ConfigSection):
         None,
         "folder of small files with the results of finished and diverged runs, which are not repeated; none if absent",
     )
-    part: str | None = config_field(
+    part: Annotated[str | None, BeforeValidator(_check_part)] = config_field(
         None, "PART/PARTS, such as 2/3: train only this part of the runs, if several machines share sweep.records"
     )
     title: str | None = config_field(None, "heading of the report")

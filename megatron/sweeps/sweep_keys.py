@@ -1,7 +1,7 @@
 """Keys under `sweep:`: collected from files and the command line, and validated with one line per problem."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -181,8 +181,8 @@ def _find_unknown_keys(values: dict[str, Any], locate: Callable[[KeyPath], str])
         inside = get_inside(values, path[1:])
         for name in inside if isinstance(inside, dict) else ():
             if name not in list_accepted_names(section):
-                full, hint = (*path, name), _suggest_key(name, list(section.model_fields))
-                yield f"{locate(full)}: unknown key {'.'.join(full)!r}{hint}"
+                full = (*path, name)
+                yield f"{locate(full)}: unknown key {'.'.join(full)!r}; {_suggest_key(full, section.model_fields)}"
 
 
 def get_inside(values: Any, path: KeyPath) -> Any:
@@ -225,13 +225,9 @@ def _find_inconsistencies(options: SweepOptions, locate: Callable[[KeyPath], str
     if options.against is not None and options.against not in options.variants:
         near = format_choices(options.against, options.variants)
         yield f"{locate(('sweep', 'against'))}: sweep.against is {options.against!r}, which is not a variant; {near}"
-    if options.part is not None:
-        where = f"{locate(('sweep', 'part'))}: sweep.part"
-        words = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.part)
-        if words is None or int(words[1]) > int(words[2]):
-            yield f"{where} is {shorten_text(options.part)!r}; it must be PART/PARTS, from 1/2 and 2/2 for two machines"
-        if options.records is None:
-            yield f"{where} needs sweep.records, the folder in which machines share their records"
+    if options.part is not None and options.records is None:
+        location = locate(("sweep", "part"))
+        yield f"{location}: sweep.part needs sweep.records, the folder in which machines share their records"
     if options.records is not None and options.branches:
         name = next(iter(options.branches))
         yield (
@@ -317,5 +313,7 @@ def _find_branch_problems(options: SweepOptions, locate: Callable[[KeyPath], str
         yield f"{locate(('sweep', 'variants'))}: {names}: these variants branch from each other in a cycle"
 
 
-def _suggest_key(name: str, keys: Sequence[str]) -> str:
-    return f"; {suggest_names(name, keys) or 'keys are ' + ', '.join(keys)}"
+def _suggest_key(path: KeyPath, keys: Iterable[str]) -> str:
+    """Suggest a full key for a misspelled one among the keys of the same mapping, or list them."""
+    shown = {key: ".".join((*path[:-1], key)) for key in keys}
+    return suggest_names(path[-1], shown, shown=shown) or f"keys are {', '.join(shown)}"

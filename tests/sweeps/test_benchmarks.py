@@ -91,7 +91,7 @@ def test_every_variant_is_trained_on_every_benchmark_with_its_seeds(place: Path)
         (("task: copy_string", "task: copy_strig"), "copy_strig"),
         (("task: copy_string", "seed: 3"), "seed is set by the sweep: use sweep.seeds"),
         (("lengths: [4, 8]", "lenghts: [4, 8]"), "unknown key 'sweep.benchmarks.copy.evaluate.lenghts'"),
-        (("keys: &copy", "kes: &copy"), "unknown key 'sweep.benchmarks.copy.kes'; did you mean keys?"),
+        (("keys: &copy", "kes: &copy"), "key 'sweep.benchmarks.copy.kes'; did you mean sweep.benchmarks.copy.keys?"),
         (("variants: [rotary]", "variants: [rotry]"), "'rotry' is not a variant; did you mean rotary?"),
         (("windows: 3}\n      benchmarks", "widows: 3}\n      benchmarks"), "sweep.evaluations.scaled.widows"),
         (("seeds: [1, 2]", "seeds: [1, 1]"), "seeds is [1, 1]; it must be a list of distinct integers"),

@@ -228,8 +228,9 @@ def test_unwritable_records_are_an_error_before_any_training(trainer: Trainer) -
     Path("file").write_text("mine")
     for keys, message in (
         (["sweep.part=1/2"], "sweep.part needs sweep.records"),
-        ([KEEP, "sweep.part=3/2"], "sweep.part is '3/2'; it must be PART/PARTS"),
-        ([KEEP, "sweep.part=half"], "sweep.part is 'half'; it must be PART/PARTS"),
+        ([KEEP, "sweep.part=3/2"], "sweep.part is 3/2; it must be PART/PARTS, such as 1/2 and 2/2 for two machines"),
+        ([KEEP, "sweep.part=half"], "sweep.part is half; it must be PART/PARTS"),
+        ([KEEP, "sweep.part=1"], "sweep.part is 1; it must be PART/PARTS"),
         ([KEEP, "sweep.variants.late={branch: {variant: rotary, step: 3}}"], "sweep.records: variant late branches"),
         (["sweep.records=file"], "sweep.records is file"),
         (["sweep.records=/proc/records"], "sweep.records is /proc/records"),

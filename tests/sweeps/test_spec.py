@@ -18,8 +18,8 @@ from .conftest import BASE, ROOT, Trainer, run, write
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("output: out", "outptu: out"), "sweep.yml:16: unknown key 'sweep.outptu'; did you mean output?"),
-        (("windows: 3", "num_wndows: 3"), "unknown key 'sweep.evaluate.num_wndows'; did you mean num_windows?"),
+        (("output: out", "outptu: out"), "sweep.yml:16: unknown key 'sweep.outptu'; did you mean sweep.output?"),
+        (("windows: 3", "num_wndows: 3"), "'sweep.evaluate.num_wndows'; did you mean sweep.evaluate.num_windows?"),
         (("windows: 3", "windows: 0"), "sweep.yml:21: sweep.evaluate.windows is 0; it must be at least 1"),
         (("windows: 3", "protocol: first"), "protocol is first; choose from last, nonoverlapping"),
         (("multiples: [1, 4]", "multiples: [0.3]"), "sweep.evaluate.multiples: 0.3x is "),
@@ -44,7 +44,7 @@ from .conftest import BASE, ROOT, Trainer, run, write
         (("output: out", "output: out\n      seeds: [1, 1]"), "sweep.yml:17: sweep.seeds repeats a seed"),
         (("output: out", "output: text/1.txt/x"), "sweep.output is text/1.txt/x, but text/1.txt is a file; name"),
         (("sources: [text]", "sources: [nothing]"), "nothing"),
-        (("variants:", "variants: {}\n      varients:"), "unknown key 'sweep.varients'; did you mean variants?"),
+        (("variants:", "variants: {}\n      varients:"), "unknown key 'sweep.varients'; did you mean sweep.variants?"),
     ],
 )  # fmt: skip
 def test_errors_in_the_file_are_reported_before_training(
@@ -62,7 +62,7 @@ def test_mistakes_on_the_command_line(trainer: Trainer) -> None:
     for override, message in (
         ("seed=3", "command line: seed is set by the sweep: use sweep.seeds"),
         ("sweep.output.x=3", "sweep.output is out, not a mapping"),
-        ("sweep.evaluat.windows=3", "command line: unknown key 'sweep.evaluat'; did you mean evaluate?"),
+        ("sweep.evaluat.windows=3", "command line: unknown key 'sweep.evaluat'; did you mean sweep.evaluate?"),
         ("sweep.evaluate.windows=0", "command line: sweep.evaluate.windows is 0"),
         ("sweep.evaluate={windws: 3}", "command line: unknown key 'sweep.evaluate.windws'"),
         ("sweep.seeds=3", "command line: sweep.seeds is 3"),
