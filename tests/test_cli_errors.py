@@ -210,6 +210,7 @@ MISTAKES = {
     ("prepare", "own/LICENSE", "-o", "out"): "error: own/LICENSE: it has no suffix; the suffix must be one of ",
     ("prepare", "text", "-o", "out", "--suffixes", "."): "error: --suffixes: '.' must be a dot and at least one more",
     ("analyze", "--config", "tiny.yml"): "error: a configuration has no folder; choose one for the page with --output",
+    ("evaluate", "run", "--tasks", "piqa", "--data", "data/fox"): "error: --data applies to texts only, but --tasks is",
     ("export", "--refresh", "/proc/self"): "error: RUN is /proc/self, which cannot be written to (",
     ("evaluate", "exported"): "or import it: ./deepy.py import exported -o RUN",
     ("generate", "exported", "a"): "exported: is a model folder of transformers (config.json), not a run; give the run",

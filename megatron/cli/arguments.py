@@ -104,7 +104,7 @@ def add_section_options(
                 return function(*arguments, **options)
             except UserError as error:
                 paths = list_path_roots([*arguments, *options.values()])
-                keys = {key: flag for key, flag in flags.items() if key not in paths}
+                keys = {key: flag for key, flag in flags.items() if key not in paths or key == error.key}
                 lines = [replace_key_by_option(line, keys) for line in str(error).splitlines()]
                 raise UserError("\n".join(lines), error.key) from error
 

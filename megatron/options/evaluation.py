@@ -290,7 +290,7 @@ def reject_text_options(options: EvaluationOptions, names: Iterable[str], why: s
     """
     for name in names:
         if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
-            raise UserError(f"{name} applies to texts only, but {why}; remove it")
+            raise UserError(f"{name} applies to texts only, but {why}; remove it", name)
 
 
 def reject_task_options(options: EvaluationOptions) -> None:
