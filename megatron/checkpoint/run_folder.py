@@ -230,7 +230,9 @@ def verify_and_prune(run: Path, count: int, protected_steps: Collection[int]) ->
     """
     run = layout.find_run_folder(run)
     check_writable("RUN", run, "no checkpoint was deleted")
-    lock = RunLock(run, key="RUN")
+    option = f"--keep {count}"
+    busy_message = "another run is using this folder; no checkpoint was deleted; wait until the run ends"
+    lock = RunLock(run, key=option, busy_message=busy_message)
     try:
         damaged: list[tuple[Path, str]] = []
         valid = 0
@@ -243,7 +245,7 @@ def verify_and_prune(run: Path, count: int, protected_steps: Collection[int]) ->
             else:
                 damaged.append((newest, problem))
         if damaged and not valid:
-            raise UserError(f"--keep {count}: {damaged[0][0]} and all others are damaged; nothing was deleted")
+            raise UserError(f"{option}: {damaged[0][0]} and all others are damaged; nothing was deleted")
         layout.delete_checkpoints(left)
         layout.prune_checkpoints(run, None)  # remains of interrupted saves
         return PruneResult(left, damaged, valid)

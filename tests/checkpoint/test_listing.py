@@ -70,7 +70,7 @@ def test_nothing_is_deleted_from_active_runs_or_without_a_complete_checkpoint(
 ) -> None:
     monkeypatch.setattr("megatron.checkpoint.run_folder.LOCK_TIMEOUT", 0.0)
     lock = RunLock(run)
-    with pytest.raises(UserError, match="another run is using this folder"):
+    with pytest.raises(UserError, match=rf"^--keep 1: {run}: another run is using .*; wait until the run ends$"):
         run_status.prune_and_report(run, 1, print)
     lock.release()
     for step in (2, 4):
