@@ -118,5 +118,6 @@ def build_per_head_parameter(
         ValueError: `upper` is outside the bounds. The message names the option it came from.
     """
     if not low < upper <= high:
-        raise OptionError(option, f"is {upper}; it must be in ({low:g}, {high:g}]")
+        bounds = f"greater than {low:g}" if math.isinf(high) else f"in ({low:g}, {high:g}]"
+        raise OptionError(option, f"is {upper}; it must be {bounds}")
     return BoundedParameter((num_heads,), init_uniform(0, upper), low, high)

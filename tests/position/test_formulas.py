@@ -128,6 +128,8 @@ def test_learned_is_its_table_and_ends_with_it() -> None:
         ("rotary", {"base": "big"}, "must be of type float"),
         ("t5", {"num_buckets": 7}, "must be even"),
         ("bam", {"exponent_init": -3.5}, "exponent_init of bam is -3.5; it must be in .−3, 3."),
+        ("kerple_log", {"r1_below": 0.0}, "r1_below of kerple_log is 0.0; it must be greater than 0.01$"),
+        ("kerple_power", {"r2_below": 3.0}, "r2_below of kerple_power is 3.0; it must be in .0.01, 2.$"),
         ("t5", {"max_distance": 16}, "must exceed"),
         ("t5", {"max_distance": True}, "must be of type int"),
         ("kerple", {}, "did you mean kerple_log"),
