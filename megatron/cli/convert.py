@@ -84,11 +84,12 @@ def import_(
             add_bos=request.add_bos,
         )
     print_notes(notes)
-    model = imported.config.model
+    model, position = imported.config.model, imported.config.position
+    others = [name for name in (*position.processors, *position.temperatures) if name != "none"]
     print(
         f"{run}: {format_count(imported.num_parameters)} parameters, "
         f"{format_quantity(model.num_layers, 'layer')} of width {model.hidden_size}, "
-        f"{', '.join(imported.config.position.encodings)}, training length {model.seq_length:,}, "
+        f"{', '.join([*position.encodings, *others])}, training length {model.seq_length:,}, "
         f"tokenizer {imported.tokenizer}"
     )
 

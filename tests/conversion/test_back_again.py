@@ -10,9 +10,11 @@ from tokenizer_files import open_tokenizers, write_tokenizers
 
 from megatron.checkpoint.load_model import load_model
 from megatron.checkpoint.trained_run import open_run
+from megatron.cli.convert import import_
 from megatron.conversion.export_model import export_model
 from megatron.conversion.import_model import import_model
 from megatron.data.load_tokenizer import load_run_tokenizer
+from megatron.options.commands import ImportOptions
 from megatron.position.registry import list_encodings, list_processors, list_temperatures
 from megatron.utils.errors import RunError, UserError
 from tools.export.cases import (
@@ -78,6 +80,15 @@ def test_exported_and_imported(case: ExportCase, tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path / "again"), logits(run))
     again = open_run(tmp_path / "again")
     assert load_run_tokenizer(again.folder, again.config.data, again.tokenizer_name).name == "bytes"
+
+
+def test_an_import_prints_the_whole_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"pos_emb": "kerple_log", "score_processor": "cdape", "attention_temperature": "logn"}
+    case = ExportCase("method", keys)
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, 257))
+    target = export_model(run, tmp_path / "export", log=lambda line: None)
+    import_(target, tmp_path / "again", **ImportOptions().model_dump())
+    assert f" of width {WIDTH}, kerple_log, cdape, logn, training length " in capsys.readouterr().out
 
 
 def test_changed_weights_are_rejected(tmp_path: Path) -> None:
