@@ -116,7 +116,7 @@ def merge_documents(
     for document in documents:
         layers.add_file(document)
     layers.add_overrides([split_override(text) for text in overrides])
-    sources = ", ".join(document.source for document in documents)
+    sources = ", ".join(dict.fromkeys(document.source for document in documents))
     if not layers.values and not layers.problems:
         raise UserError(
             f"{sources}: contains no keys" if sources else "no configuration given; name a file, such as model/125M"

@@ -218,7 +218,7 @@ def read_sweep(
         overridden, in_file = split_by_source(benchmark.keys, path, locate)
         layers = [
             *([select_part(setters["benchmarks"], path, in_file)] if in_file else []),
-            YamlDocument(f"{COMMAND_LINE}, benchmark {name}", overridden, {}),
+            *([YamlDocument(f"{COMMAND_LINE}, benchmark {name!r}", overridden, {})] if overridden else []),
         ]
         trainings.append(
             _Training(name, layers, (), benchmark.evaluate, benchmark.evaluations, benchmark.variants, benchmark.seeds)
@@ -278,7 +278,7 @@ def _build_training(
         layers_by_variant[variant] = [
             *([] if branch is None else layers_by_variant[branch.variant]),
             select_part(setters["variants"], ("sweep", "variants", variant), in_file),
-            YamlDocument(f"{COMMAND_LINE}, variant {variant}", overridden, {}),
+            *([YamlDocument(f"{COMMAND_LINE}, variant {variant!r}", overridden, {})] if overridden else []),
         ]
         trunks = [] if branch is None else built[branch.variant]
         steps = sorted({other.step for other in options.branches.values() if other.variant == variant})

@@ -58,6 +58,12 @@ def test_errors_in_the_file_are_reported_before_training(
     assert trainer.asked == []
 
 
+def test_missing_keys_name_each_file_once(trainer: Trainer) -> None:
+    write(BASE.replace("    hidden_size: 16\n", ""))
+    with pytest.raises(UserError, match=r"^sweep\.yml: hidden_size is missing \(.*\); set it in a file or as \S+$"):
+        run()
+
+
 def test_mistakes_on_the_command_line(trainer: Trainer) -> None:
     for override, message in (
         ("seed=3", "command line: seed is set by the sweep: use sweep.seeds"),
@@ -71,9 +77,9 @@ def test_mistakes_on_the_command_line(trainer: Trainer) -> None:
             "command line: item 1 of sweep.seeds is 5000000000; it must be at most 4294967295",
         ),
         ("num_layrs=3", "num_layers"),
-        ("sweep.variants.mine.pos_emb=rotray", "command line, variant mine: pos_emb rotray is not available"),
-        ("sweep.variants.mine.score_processor_options.wdth=3", "command line, variant mine: score_processor"),
-        ("sweep.variants.mine.num_layrs=3", "command line, variant mine: unknown key 'num_layrs'"),
+        ("sweep.variants.mine.pos_emb=rotray", "command line, variant 'mine': pos_emb rotray is not available"),
+        ("sweep.variants.mine.score_processor_options.wdth=3", "command line, variant 'mine': score_processor"),
+        ("sweep.variants.mine.num_layrs=3", "command line, variant 'mine': unknown key 'num_layrs'"),
     ):
         with pytest.raises(UserError) as caught:
             run(override)
