@@ -310,6 +310,8 @@ def write_records(path: str | Path, records: Sequence[Record]) -> Path:
 
 DAMAGE_ADVICE = "correct or restore the file, or move it away and repeat the evaluation"
 """Advice for a results file that cannot be read."""
+NO_RESULTS_ADVICE = "name a file of results, such as RUN/results.json"
+"""Advice for a file of another kind."""
 
 
 def read_records(path: str | Path) -> list[Record]:
@@ -319,6 +321,7 @@ def read_records(path: str | Path) -> list[Record]:
         UserError: the file is missing or not JSON, or a record is invalid; the message names the record and the field.
     """
     path = Path(path)
+    advice = DAMAGE_ADVICE if path.name.startswith("results.") else NO_RESULTS_ADVICE
     try:
         text = path.read_text(encoding="utf-8")
         content = parse_json(text)
@@ -327,14 +330,14 @@ def read_records(path: str | Path) -> list[Record]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); {advice}") from error
     except ValueError as error:
         if not text.strip():
-            raise UserError(f"{path}: the file is empty; it must contain a list of records; {DAMAGE_ADVICE}") from error
-        raise UserError(f"{path}: not JSON ({error}); {DAMAGE_ADVICE}") from error
+            raise UserError(f"{path}: the file is empty; it must contain a list of records; {advice}") from error
+        raise UserError(f"{path}: not JSON ({error}); {advice}") from error
     if not isinstance(content, list):
         kind = _get_json_type_name(content)
-        raise UserError(f"{path}: it must contain a list of records, not {kind}; {DAMAGE_ADVICE}")
+        raise UserError(f"{path}: it must contain a list of records, not {kind}; {advice}")
     return [_parse_record(path, index, item) for index, item in enumerate(content, start=1)]
 
 
