@@ -61,10 +61,15 @@ def test_the_card(run: Path, tmp_path: Path) -> None:
     assert "license was not specified" in page
     assert "`fire` positions" in page
     assert "Measured" not in page
+    assert "\n\n\n" not in page
     page = (export_model(run, tmp_path / "free", license="apache-2.0", log=lambda line: None) / "README.md").read_text()
     assert "license: apache-2.0" in page
     assert "not stated" not in page
     assert RESULTS_FILE not in page
+    case = ExportCase("processor", {"pos_emb": "kerple_log", "score_processor": ["cdape", "none"]})
+    run = write_run(tmp_path / "processor", case.build_config(), build_gpt(case, 257))
+    page = (export_model(run, tmp_path / "exported processor", log=lambda line: None) / "README.md").read_text()
+    assert "`kerple_log` positions and the `cdape` score processor, `score_processor` by layers cdape, none," in page
     case = ExportCase("pattern", {"pos_emb": ["rotary", "none"], "attention_window": [9, None]})
     run = write_run(tmp_path / "pattern", case.build_config(), build_gpt(case, 257))
     target = export_model(run, tmp_path / "exported pattern", log=lambda line: None)
