@@ -356,11 +356,11 @@ def _list_settings(run: TrainedRun, tokenizer: Tokenizer) -> list[tuple[str, str
         ("tokenizer", f"{tokenizer.name}, {tokenizer.vocab_size:,} tokens"),
     ]
     if trainer_state.step:
-        optimizer = run.config.optimizer
+        optimizer, batch_size = run.config.optimizer, training.train_batch_size
         rows += [
             ("steps", f"{trainer_state.step:,}"),
             ("tokens seen", f"{trainer_state.consumed_tokens:,}"),
-            ("batch", f"{training.train_batch_size:,} sequences" if training.train_batch_size else "as configured"),
+            ("batch", format_quantity(batch_size, "sequence") if batch_size else "as configured"),
             ("precision", training.compute_dtype),
             ("optimizer", f"{optimizer.optimizer.type}, learning rate {optimizer.optimizer.params.lr:g}"),
         ]

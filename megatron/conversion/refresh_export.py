@@ -19,6 +19,7 @@ from megatron.conversion.model_family import HF_CONFIG_FILE
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code, remove_content_digest
 from megatron.utils.atomic_io import write_text_atomically
 from megatron.utils.errors import UserError, check_reachable
+from megatron.utils.formatting import format_quantity
 
 _CODE_FILE = re.compile(r"\w+(_[0-9a-f]{8})\.py")
 _REPOSITORY_PREFIX = re.compile(r"^.*--")
@@ -196,7 +197,7 @@ def _report(
 
 def _count_files(names: list[str]) -> str:
     suffixes = sorted({match[1] for name in names if (match := _CODE_FILE.fullmatch(name))})
-    return f"{len(names)} code files ({', '.join(suffixes)})"
+    return f"{format_quantity(len(names), 'code file')} ({', '.join(suffixes)})"
 
 
 def _name_files(names: list[str]) -> str:

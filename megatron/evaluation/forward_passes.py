@@ -21,6 +21,7 @@ from megatron.attention.inputs import AttentionInputs
 from megatron.model.attention import PositionedAttention
 from megatron.model.gpt import GPT
 from megatron.utils.errors import RunError, UserError, is_out_of_memory
+from megatron.utils.formatting import format_quantity
 
 DEFAULT_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """Default number of input tokens per forward pass. Larger batches only use more memory."""
@@ -160,8 +161,9 @@ def check_prompt_length(model: GPT, prompt_length: int, max_new_tokens: int) -> 
         room = model.max_length + 1 - prompt_length
         hint = f"use --max-new-tokens {room} or less" if room > 0 else "the prompt alone is too long"
         raise UserError(
-            f"the model has {model.max_length:,} positions; a prompt of {prompt_length:,} tokens and "
-            f"{max_new_tokens:,} new tokens need {needed:,}; {hint}"
+            f"the model has {format_quantity(model.max_length, 'position')}; a prompt of "
+            f"{format_quantity(prompt_length, 'token')} and {format_quantity(max_new_tokens, 'new token')} need "
+            f"{needed:,}; {hint}"
         )
 
 

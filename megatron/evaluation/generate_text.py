@@ -17,7 +17,7 @@ from megatron.data.tokenizers import Tokenizer
 from megatron.model.device_dtype import check_precision, resolve_device, resolve_dtype
 from megatron.options.commands import GenerationOptions
 from megatron.utils.errors import FarfieldError, UserError, check_reachable
-from megatron.utils.formatting import suggest_path
+from megatron.utils.formatting import format_quantity, suggest_path
 from megatron.utils.imports import pause_garbage_collection
 from megatron.utils.progress import WaitAnnouncer
 
@@ -148,7 +148,7 @@ def print_completions(
     prompt_tokens = [generator.encode(prompt) for prompt in prompts]
     num_prompt_tokens = sum(map(len, prompt_tokens))
     announced, in_line = -1, False
-    wait = WaitAnnouncer(log, f"processing {num_prompt_tokens:,} prompt tokens")
+    wait = WaitAnnouncer(log, f"processing {format_quantity(num_prompt_tokens, 'prompt token')}")
     wait.begin()
     try:
         for completion, new_text in speed.count_pieces(generator.generate(prompt_tokens)):
@@ -239,8 +239,8 @@ class _SpeedMeter:
         """Summarize token counts and speed. The speed excludes the first token, which waits for the prompt."""
         first = self._start if self._first is None else self._first
         line = (
-            f"{num_prompt_tokens:,} prompt tokens, first new token after {first - self._start:.2f} s; "
-            f"{self._count:,} new tokens"
+            f"{format_quantity(num_prompt_tokens, 'prompt token')}, first new token after {first - self._start:.2f} s; "
+            f"{format_quantity(self._count, 'new token')}"
         )
         seconds = self._last - first
         return f"{line}, {(self._count - 1) / seconds:,.0f} tokens/s" if seconds > 0 else line

@@ -12,6 +12,7 @@ from megatron.utils.formatting import (
     format_decimal,
     format_duration,
     format_flops_per_second,
+    format_quantity,
 )
 from megatron.utils.progress import build_progress_bar
 
@@ -101,7 +102,7 @@ def format_task_record(record: TaskRecord, train_iters: int) -> str:
     ]
     return (
         f"step {record.step:>{width}}/{train_iters}  {record.task} {'  '.join(values) or 'has no values'}  "
-        f"{record.requests:,} requests"
+        f"{format_quantity(record.requests, 'request')}"
     )
 
 

@@ -184,7 +184,7 @@ def describe_stop(config: Config, step: int, checkpoint: Path | None, signum: in
 def describe_rollbacks(rollbacks: int, skipped_samples: int) -> str:
     """Describe the number of rollbacks and the sequences they skipped."""
     times = "once" if rollbacks == 1 else f"{rollbacks} times"
-    return f"rolled back {times} because of its loss, skipping {skipped_samples:,} sequences"
+    return f"rolled back {times} because of its loss, skipping {format_quantity(skipped_samples, 'sequence')}"
 
 
 def describe_next_action(config: Config, signum: int) -> str:

@@ -137,6 +137,10 @@ def test_a_table_of_positions_is_used_to_its_last_row_and_not_beyond() -> None:
         check_prompt_length(model, 30, 12)
     with pytest.raises(UserError, match="the prompt alone is too long"):
         check_prompt_length(model, 41, 1)
+    with pytest.raises(UserError, match="a prompt of 40 tokens and 2 new tokens need 41"):
+        check_prompt_length(model, 40, 2)
+    with pytest.raises(UserError, match="a prompt of 1 token and 41 new tokens need 41"):
+        check_prompt_length(model, 1, 41)
     check_prompt_length(gpt("rotary"), 10**6, 10**6)
 
 
