@@ -51,6 +51,12 @@ def test_help_shows_no_older_spelling():
     assert "--maximum-tokens" not in text
 
 
+@pytest.mark.parametrize(("name", "option"), [("generate", "top-p"), ("evaluate", "score-threshold")])
+def test_help_states_exclusive_bounds(name, option):
+    page = " ".join(render(name, 80).split())
+    assert re.search(rf"--{option} X \(at most 1[^)]*\) [^-]*; it must be greater than 0\.", page)
+
+
 def test_help_names_options_instead_of_keys():
     text = " ".join(render("evaluate", 80).split())
     assert "For --find-key-tokens: a key token gains" in text

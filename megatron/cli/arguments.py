@@ -159,7 +159,8 @@ def build_option(name: str, field: FieldInfo, options: Mapping[str, str]) -> ins
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     flags: Any = list_flags(name, field)
     metavar: Any = extra.get("metavar")
-    bounds = {name: getattr(item, name) for item in field.metadata for name in ("ge", "le") if hasattr(item, name)}
+    names = ("ge", "gt", "le")
+    bounds = {name: getattr(item, name) for item in field.metadata for name in names if hasattr(item, name)}
     is_list = any(get_origin(kind) is list for kind in kinds)
     kind: Any = str
     if CommaSeparated in field.metadata:
@@ -171,9 +172,11 @@ def build_option(name: str, field: FieldInfo, options: Mapping[str, str]) -> ins
         kind = next((kind for kind in (bool, int, float) if kind in kinds), str)
     if kind is bool and default is not False:
         flags = [f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags]
+    # typer has no exclusive bounds, so the help states them.
+    lower_bound = f"; it must be greater than {bounds['gt']}" if "gt" in bounds else ""
     option = typer.Option(
         *flags,
-        help=format_sentence(_name_options(field.description or "", options)),
+        help=format_sentence(_name_options(field.description or "", options) + lower_bound),
         min=bounds.get("ge"),
         max=bounds.get("le"),
         metavar=metavar,
