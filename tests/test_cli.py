@@ -135,6 +135,7 @@ def test_positions(tmp_path, inside):
     assert {"formula", "parameters", "options", "source"} <= set(records[0])
     table = inside("positions", cwd=tmp_path).stdout
     assert all(record["name"] in table for record in records)
+    assert not re.search(r"^    .* $", table, re.MULTILINE)  # wrapped facts are not padded
     assert "rnope_swa RNoPE-SWA (Yang et al. 2025, Rope to Nope and Back Again, arXiv 2501.18795): three" in table
     assert re.findall(r"^\w+", inside("positions", "rope", cwd=tmp_path).stdout, re.MULTILINE) == [
         "encodings",

@@ -39,12 +39,12 @@ def print_notes(notes: Iterable[str]) -> None:
 
 def print_facts(console: Console, facts: dict[str, str]) -> None:
     """Print one indented paragraph per named fact; empty facts are omitted."""
-    from rich.markup import escape
-    from rich.padding import Padding
+    from rich.text import Text
 
     for name, fact in facts.items():
-        if fact:
-            console.print(Padding(f"[dim]{name}[/] {escape(fact)}", (0, 0, 0, 4), expand=False))
+        for line in Text.assemble((name, "dim"), f" {fact}").wrap(console, console.width - 4) if fact else ():
+            line.rstrip()
+            console.print(Text("    ") + line, soft_wrap=True)
 
 
 @contextmanager
