@@ -82,8 +82,8 @@ class CorpusOptions(ConfigSection):
         list[float] | None, CommaSeparated, BeforeValidator(_parse_corpus_split), require_count(3, "fractions")
     ] = config_field(
         lambda: [0.9, 0.05, 0.05],
-        "train, valid and test fractions of the documents, which sum to 1, or a ratio such as 969,30,1; null (on the "
-        "command line, none) writes one dataset without splits",
+        "train, valid and test fractions of the documents, which sum to 1, or a ratio such as 969,30,1; none writes "
+        "one dataset without splits",
         metavar="FRACTIONS|none",
     )
     packages: bool = config_field(False, "with python: include all installed packages")
