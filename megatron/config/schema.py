@@ -198,6 +198,11 @@ class ConfigKey:
         return any(get_origin(each) is dict for each in (self.field.annotation, *get_args(self.field.annotation)))
 
     @property
+    def max_value(self) -> float:
+        """Maximum value of the key; infinite if it has none."""
+        return next((bound.le for bound in self.field.metadata if hasattr(bound, "le")), math.inf)
+
+    @property
     def choices(self) -> tuple[Any, ...]:
         """Valid values of the key; empty if they cannot be listed."""
         annotations = (self.field.annotation, *get_args(self.field.annotation))
@@ -294,6 +299,8 @@ def _list_valid_values(error: dict[str, Any], key: ConfigKey | None) -> str:
         if isinstance(value, str) and _is_quoted(value, error_type):
             return text + WITHOUT_QUOTES
         if isinstance(value, float) and value.is_integer() and EXPECTED_TYPES[error_type] == "an integer":
+            if key is not None and value > key.max_value:
+                return f"{text} of at most {key.max_value}"
             text += f", written {int(value)}"
         if error_type == "list_type" and key is not None and isinstance(value, str | int | float):
             text += f", written [{format_value(value)}]"

@@ -252,6 +252,8 @@ def test_all_problems_are_reported_with_their_location(write):
         ("hidden_dropout=.nan", "it must be a finite number"),
         ("weight_decay=.inf", "it must be a finite number"),
         ("seed=-1", "it must be at least 0"),
+        ("seq_length=1e30", "seq_length is 1e+30; it must be an integer of at most 1000000000"),
+        ("seq_length=1e3", "seq_length is 1000.0; it must be an integer, written 1000"),
         ("no_weight_tying=1", "it must be true or false"),
         ("no_weight_tying=yes", "it must be true or false"),
         ("save=3", "it must be a string"),
