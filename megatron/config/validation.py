@@ -177,31 +177,31 @@ def _has_position_table(name: str) -> bool:
 
 def _validate_attention_backend(config: Config) -> Iterator[ConfigProblem]:
     """Reject an explicit backend that does not support the method, as declared in the method's file."""
-    backend, found = config.model.attention_backend, set()
+    backend, found = config.model.attention_backend, dict[tuple[str, str, str], frozenset[str]]()
     for layer in range(min(config.position.period, config.model.num_layers)):
         own = config.position.get_layer_options(layer)
         names = (own.encoding, own.processor, own.softmax)
         known = own.encoding in list_encodings() and own.processor in ("none", *list_processors())
         if not known or names in found:
             continue
-        found.add(names)
         try:
             facts = read_encoding_facts(own.encoding)
             processor_facts = None if own.processor == "none" else read_processor_facts(own.processor)
         except MethodFileError:  # rejected elsewhere
             continue
-        features = list_method_features(
+        found[names] = list_method_features(
             facts,
             processor_facts=processor_facts,
             has_softcap=config.model.attn_logit_softcapping is not None,
             options=own.pos_emb_options,
             softmax_type=own.softmax,
         )
+    supports_sdpa = all(find_unsupported_feature("sdpa", features) is None for features in found.values())
+    choices = "auto, sdpa, eager or chunked" if supports_sdpa else "auto, eager or chunked"
+    for (encoding, processor, _), features in found.items():
         if (reason := find_unsupported_feature(backend, features)) is not None:
-            method = f"pos_emb {own.encoding}"
-            if own.processor != "none":
-                method += f" with score_processor {own.processor}"
-            yield "attention_backend", f"attention_backend {backend!r}: {reason} ({method}); use auto, eager or chunked"
+            method = f"pos_emb {encoding}" + ("" if processor == "none" else f" with score_processor {processor}")
+            yield "attention_backend", f"attention_backend {backend!r}: {reason} ({method}); use {choices}"
             return
 
 

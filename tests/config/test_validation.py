@@ -36,6 +36,14 @@ def problem(*overrides: str) -> str:
         ),
         (["pos_emb=none", "score_processor=cdape", "attention_backend=sdpa"], "'sdpa': it cannot process scores"),
         (["pos_emb=fire", "attention_backend=flex"], "'flex': it cannot compute a bias that is not a function of"),
+        (
+            ["pos_emb=learned", "attention_backend=native"],
+            "it needs a score processor (pos_emb learned); use auto, sdpa, eager or chunked",
+        ),
+        (
+            ["pos_emb=[none, alibi]", "attention_backend=native"],
+            "it needs a score processor (pos_emb none); use auto, eager or chunked",
+        ),
         (["pos_emb=cope", "attention_backend=triton"], "contextual terms (pos_emb cope); use auto, eager"),
         (["score_processor_options.width=3"], "score_processor none has no option 'width'"),
         (["pos_emb=learned", "max_position_embeddings=16"], "seq_length 17 is longer than the learned table"),
