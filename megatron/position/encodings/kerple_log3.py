@@ -7,8 +7,7 @@ from megatron.position.bounded_parameter import BoundedParameter, build_per_head
 from megatron.position.encoding import Encoding, ScoreTerms
 from megatron.position.facts import AttentionDims, EncodingCost, OptionError
 from megatron.position.numerics import pow_with_finite_gradient
-from megatron.position.series_tails import SeriesTail
-from megatron.position.series_tails import power_tail as power_tail
+from megatron.position.series_tails import SeriesTail, power_tail
 
 
 class KerpleLog3(Encoding):
