@@ -199,7 +199,6 @@ def analyze(
     """
     request = read_analysis_request(runs, configs, options or AnalysisOptions(), output)
     log = make_log_function(console)
-    log(f"the page will be saved as {request.folder / PAGE_FILE}")
     lock = FolderLock(request.folder, name=LOCK_FILE, key="--output", busy_message=LOCKED_MESSAGE, lock_timeout=0.0)
     try:
         return _write_analysis(request, console, log)
@@ -210,6 +209,7 @@ def analyze(
 def _write_analysis(request: AnalysisRequest, console: Console | None, log: LogFunction) -> Path:
     with WaitAnnouncer(log, IMPORTING):
         jobs = build_analysis_jobs(request)
+    log(f"the page will be saved as {request.folder / PAGE_FILE}")
     only = request.options.only
     analyses = [
         AnalysisResults(name, analysis, request.folder)

@@ -280,6 +280,15 @@ def test_errors_are_reported_before_any_work(given: dict, message: str, place: P
     assert not (place / "out").exists()
 
 
+def test_the_page_is_announced_after_all_checks(place: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = make_run("runs/a", corpus), io.StringIO()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for wrong in ({"attention_temperature": "ssmax"}, {"device": "cuda"}):
+        with pytest.raises(UserError):
+            analyze([run], AnalysisOptions(lengths=LENGTHS, windows=2, **wrong), console=Console(file=out))
+    assert out.getvalue() == ""
+
+
 def test_two_analyses_never_write_into_one_folder(place: Path, corpus: Path, pictures: list[Figure]) -> None:
     make_run("runs/a", corpus)
     lock = FolderLock("out", name=LOCK_FILE, key="--output", busy_message="", lock_timeout=0.0)
