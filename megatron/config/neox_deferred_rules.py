@@ -187,8 +187,8 @@ class StepKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepSwitch(DeferredRule):
-    """Switch for an event whose steps are in other keys of GPT-NeoX, and in keys of ours here."""
+class EventSwitch(DeferredRule):
+    """Switch of an event whose steps are in other keys of GPT-NeoX, and in our keys."""
 
     key: str
     steps: Mapping[str, StepKey]
@@ -233,7 +233,7 @@ class StepSwitch(DeferredRule):
 
 @dataclass(frozen=True)
 class StepKeyRule(DeferredRule):
-    """Step key of a `StepSwitch`; without effect if all its switches are off."""
+    """Step key of a `EventSwitch`; without effect if all its switches are off."""
 
     step: StepKey
     switches: tuple[str, ...]
@@ -367,7 +367,7 @@ class LayerFrequency(DeferredRule):
 
 
 @dataclass(frozen=True)
-class JointSwitches(NeoxRule):
+class AgreeingSwitches(NeoxRule):
     """Group of switches that must agree: all true mean one value of our key, all false another."""
 
     keys: tuple[str, ...]

@@ -13,13 +13,13 @@ from typing import Any
 
 from megatron.config.neox_deferred_rules import (
     FractionOf,
-    JointSwitches,
+    AgreeingSwitches,
     LayerFrequency,
     MethodOption,
     MethodOptionAlias,
     StepKey,
     StepKeyRule,
-    StepSwitch,
+    EventSwitch,
     ValueSwitch,
     WindowSize,
 )
@@ -83,7 +83,7 @@ ALIASES = (
 
 # Megatron's older spelling.
 JOINT_SWITCHES = (
-    JointSwitches(
+    AgreeingSwitches(
         ("reset_attention_mask", "reset_position_ids"),
         "attention_mask",
         "document",
@@ -225,8 +225,8 @@ POSITION_ALIASES: dict[str, PositionAlias] = {
 _FIRST_STEP = StepKey("profile_step_start", 10, offset=1)
 _LAST_STEP = StepKey("profile_step_stop", 12)
 STEP_SWITCHES = (
-    StepSwitch("profile", {"profile.from": _FIRST_STEP, "profile.to": _LAST_STEP}),
-    StepSwitch("memory_profiling", {"memory_snapshot": _LAST_STEP}),
+    EventSwitch("profile", {"profile.from": _FIRST_STEP, "profile.to": _LAST_STEP}),
+    EventSwitch("memory_profiling", {"memory_snapshot": _LAST_STEP}),
     StepKeyRule(_FIRST_STEP, ("profile",)),
     StepKeyRule(_LAST_STEP, ("profile", "memory_profiling")),
 )

@@ -52,7 +52,7 @@ class NeoxRule(KeyRule):
         raise NotImplementedError
 
 
-class OneKeyRule(NeoxRule):
+class SingleKeyRule(NeoxRule):
     """Rule for one key."""
 
     key: str
@@ -62,7 +62,7 @@ class OneKeyRule(NeoxRule):
         return (self.key,)
 
 
-class DeferredRule(OneKeyRule):
+class DeferredRule(SingleKeyRule):
     """Rule that depends on the final values of other keys."""
 
     def translate(self, name: str, setting: SourcedValue, layers: ConfigLayers) -> Iterator[tuple[KeyPath, Any]]:
@@ -71,7 +71,7 @@ class DeferredRule(OneKeyRule):
 
 
 @dataclass(frozen=True)
-class Alias(OneKeyRule):
+class Alias(SingleKeyRule):
     """Key with the same meaning under another name."""
 
     key: str

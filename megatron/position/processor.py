@@ -78,7 +78,7 @@ class Processor(PositionModule):
         return self.preceding_rows > 0 or self.overrides("row_terms")
 
     @property
-    def takes_first_columns(self) -> bool:
+    def supports_packed_documents(self) -> bool:
         """True if the processor supports rows with several documents (`first_columns`).
 
         Otherwise it runs document by document.

@@ -395,7 +395,7 @@ def test_invalid_layer_patterns_are_rejected(overrides, problem) -> None:
 def test_tables_are_consistent():
     for name, rule in neox_keys.RULES.items():
         own = list_config_keys().get(tuple(name.split(".")))
-        is_switch = isinstance(rule, neox_deferred_rules.StepSwitch)  # a value instead of our keys
+        is_switch = isinstance(rule, neox_deferred_rules.EventSwitch)  # a value instead of our keys
         assert own is None or (is_switch and own.opens), f"{name} is a key of ours"
         if isinstance(rule, neox_rules.Alias | neox_deferred_rules.FractionOf):
             assert tuple(rule.farfield_key.split(".")) in list_config_keys(), name

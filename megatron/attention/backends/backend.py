@@ -303,7 +303,7 @@ def can_mask_documents(
     Randomized positions are drawn for the length of each document, so distances in a row are not differences of
     columns. A processor that reads rows above must not read rows of another document.
     """
-    is_correct = processor is None or processor.takes_first_columns
+    is_correct = processor is None or processor.supports_packed_documents
     return (
         supports_document_starts(backend) and is_correct and not randomized and not depends_on_document_start(encoding)
     )

@@ -200,7 +200,7 @@ class Mta(Processor):
         return ("reads rows above",)
 
     @property
-    def takes_first_columns(self) -> bool:
+    def supports_packed_documents(self) -> bool:
         return self.preceding_rows == 0 and self.left_context == 0
 
     def has_effect(self) -> bool:
