@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.neox_deferred_rules import (
-    FractionOf,
     AgreeingSwitches,
+    EventSwitch,
+    FractionOf,
     LayerFrequency,
     MethodOption,
     MethodOptionAlias,
     StepKey,
     StepKeyRule,
-    EventSwitch,
     ValueSwitch,
     WindowSize,
 )
