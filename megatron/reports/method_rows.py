@@ -75,18 +75,21 @@ def quote_method(method: str) -> str:
     return f"“{method}”" if method == "none" else method
 
 
-def describe_budgets(records: Iterable[Record]) -> str | None:
-    """Return a sentence if methods of a table were trained on different numbers of tokens, else None."""
-    methods: dict[int, list[str]] = {}
-    for record in records:
-        if record.train_tokens is not None and record.method not in (
-            named := methods.setdefault(record.train_tokens, [])
-        ):
-            named.append(record.method)
-    if len(methods) < 2:
-        return None
-    parts = [f"{tokens:,} ({join_methods(named)})" for tokens, named in sorted(methods.items())]
-    return f"Methods were trained on different numbers of tokens: {', '.join(parts)}."
+def describe_budgets(records: Sequence[Record]) -> str | None:
+    """Return a sentence if methods of a table were trained for different numbers of steps or tokens, else None.
+
+    Tokens are compared among runs with the same seed, because the lengths of a task's sequences depend on it.
+    """
+    seeds = dict.fromkeys(record.seed for record in records)
+    for unit, runs in (("steps", records), *(("tokens", [r for r in records if r.seed == seed]) for seed in seeds)):
+        methods: dict[int, dict[str, None]] = {}  # ordered sets
+        for record in runs:
+            if (count := record.step if unit == "steps" else record.train_tokens) is not None:
+                methods.setdefault(count, {})[record.method] = None
+        if len(methods) > 1:
+            parts = [f"{count:,} ({join_methods(list(named))})" for count, named in sorted(methods.items())]
+            return f"Methods were trained for different numbers of {unit}: {', '.join(parts)}."
+    return None
 
 
 def join_methods(methods: Sequence[str]) -> str:
