@@ -31,10 +31,9 @@ from megatron.reports import axes
 from megatron.reports.axes import RecordAxis, format_multiple
 from megatron.reports.method_rows import (
     describe_budgets,
+    describe_unverified_methods,
     disambiguate_methods,
     get_table_key,
-    join_methods,
-    list_unverified_methods,
     quote_method,
 )
 from megatron.reports.metrics import Metric
@@ -237,12 +236,7 @@ class ComparisonTable:
                 notes += [f"{change_note}{interval_note}", f"{metric.verdict_rule}."]
             else:
                 notes.append(f"{change_note}; its uncertainty is unknown.")
-        if unproven := list_unverified_methods(self.records):
-            notes.append(
-                f"The results of {join_methods(unproven)} lack training digests: runs with the same name and number of "
-                "steps count as seeds of one method."
-            )
-        notes += filter(None, [describe_budgets(self.records)])
+        notes += filter(None, [describe_unverified_methods(self.records), describe_budgets(self.records)])
         return [*notes, *dict.fromkeys(record.remark for record in self.records if record.remark is not None)]
 
     def _format_best_seeds(self) -> list[str]:

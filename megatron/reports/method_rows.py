@@ -87,19 +87,19 @@ def describe_budgets(records: Sequence[Record]) -> str | None:
             if (count := record.step if unit == "steps" else record.train_tokens) is not None:
                 methods.setdefault(count, {})[record.method] = None
         if len(methods) > 1:
-            parts = [f"{count:,} ({join_methods(list(named))})" for count, named in sorted(methods.items())]
+            parts = [f"{count:,} ({_join_methods(list(named))})" for count, named in sorted(methods.items())]
             return f"Methods were trained for different numbers of {unit}: {', '.join(parts)}."
     return None
 
 
-def join_methods(methods: Sequence[str]) -> str:
+def _join_methods(methods: Sequence[str]) -> str:
     """Join the names of methods in a note, of many only the first."""
     named = map(quote_method, methods[:MAX_NAMED_METHODS])
     return ", ".join(named) + " and others" * (len(methods) > MAX_NAMED_METHODS)
 
 
-def list_unverified_methods(records: Iterable[Record]) -> list[str]:
-    """Return the methods of a table whose runs count as seeds of one method although a digest is missing.
+def describe_unverified_methods(records: Iterable[Record]) -> str | None:
+    """Return a sentence on methods whose runs count as seeds of one method although a digest is missing, or None.
 
     Runs in one sweep folder, which differ in their seed_N, need no digest.
     """
@@ -107,13 +107,19 @@ def list_unverified_methods(records: Iterable[Record]) -> list[str]:
     for record in records:
         if record.run is not None:
             models.setdefault(record.method, set()).add(_Model.from_record(record))
-    return [
+    unverified = [
         method
         for method, own in models.items()
         if any(model.training_digest is None for model in own)
         and len({model.seed for model in own}) > 1
         and len({model.folder for model in own}) > 1
     ]
+    if not unverified:
+        return None
+    return (
+        f"The results of {_join_methods(unverified)} lack training digests: runs with the same name and number of "
+        "steps count as seeds of one method."
+    )
 
 
 def _are_seeds_of_one_method(row: Iterable[_Model]) -> bool:
