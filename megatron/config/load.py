@@ -266,7 +266,6 @@ READ_ONLY_WITH: dict[str, tuple[str, Callable[..., bool]]] = {
     "layernorm_epsilon": ("norm, qk_norm", lambda *norms: "layernorm" in norms),
     "rms_norm_epsilon": ("norm, qk_norm", lambda *norms: "rmsnorm" in norms),
     "mup_depth_alpha": ("mup_base_num_layers", bool),
-    "attention_chunk_rows": ("attention_backend", lambda backend: backend in ("auto", "chunked")),
     "attention_check": ("attention_backend", lambda backend: backend == "auto"),
     "checkpoint_num_layers": ("checkpoint_activations", lambda value: value is True),
     "max_bad_steps": ("on_bad_loss", lambda action: action != "stop"),

@@ -130,13 +130,13 @@ def find_missing_published_keys(config: Config, set_keys: Container[tuple[str, .
     ):
         for name in names:
             if _read_overlay(name).get(key) == name and (
-                missing := find_keys_differing_from_file(config, name, set_keys)
+                missing := find_keys_differing_from_overlay(config, name, set_keys)
             ):
                 found[name] = missing
     return found
 
 
-def find_keys_differing_from_file(
+def find_keys_differing_from_overlay(
     config: Config, name: str, set_keys: Container[tuple[str, ...]] = ()
 ) -> dict[str, Any]:
     """Find the keys of a file in configs/position that have other values in a configuration; of options, these alone.

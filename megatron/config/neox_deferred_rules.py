@@ -233,7 +233,7 @@ class EventSwitch(DeferredRule):
 
 @dataclass(frozen=True)
 class StepKeyRule(DeferredRule):
-    """Step key of a `EventSwitch`; without effect if all its switches are off."""
+    """Step key of an `EventSwitch`; without effect if all its switches are off."""
 
     step: StepKey
     switches: tuple[str, ...]

@@ -82,7 +82,7 @@ ALIASES = (
 )
 
 # Megatron's older spelling.
-JOINT_SWITCHES = (
+AGREEING_SWITCHES = (
     AgreeingSwitches(
         ("reset_attention_mask", "reset_position_ids"),
         "attention_mask",
@@ -224,7 +224,7 @@ POSITION_ALIASES: dict[str, PositionAlias] = {
 # Theirs profiles the step after profile_step_start, and takes memory snapshots at the same steps.
 _FIRST_STEP = StepKey("profile_step_start", 10, offset=1)
 _LAST_STEP = StepKey("profile_step_stop", 12)
-STEP_SWITCHES = (
+EVENT_SWITCHES = (
     EventSwitch("profile", {"profile.from": _FIRST_STEP, "profile.to": _LAST_STEP}),
     EventSwitch("memory_profiling", {"memory_snapshot": _LAST_STEP}),
     StepKeyRule(_FIRST_STEP, ("profile",)),
@@ -254,7 +254,7 @@ VALIDATED_NOOPS = (
 )
 
 UNDERSTOOD: tuple[NeoxRule, ...] = (
-    *ALIASES, *METHOD_OPTION_ALIASES, *FRACTIONS, *VALUE_SWITCHES, *JOINT_SWITCHES, *LAYER_PATTERNS, *STEP_SWITCHES
+    *ALIASES, *METHOD_OPTION_ALIASES, *FRACTIONS, *VALUE_SWITCHES, *AGREEING_SWITCHES, *LAYER_PATTERNS, *EVENT_SWITCHES
 )  # fmt: skip
 
 RULES: dict[str, NeoxRule] = {

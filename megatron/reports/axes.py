@@ -170,7 +170,9 @@ def choose_log_ticks(low: float, high: float) -> list[float]:
 
     A range of less than one decade has ticks at 1, 1.5, 2, 3, 4, 5, 7, 10, 15, ….
     """
-    steps: tuple[float, ...] = (1, 1.5, 2, 3, 4, 5, 7) if high / low < 10 else (1, 2, 5) if high / low < 1000 else (1,)
+    steps: tuple[float, ...] = (1,)
+    if high / low < 1000:
+        steps = (1, 2, 5) if high / low >= 10 else (1, 1.5, 2, 3, 4, 5, 7)
     first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
     candidates = [step * 10.0**power for power in range(first, last) for step in steps]
     inside = [tick for tick in candidates if low / 2.6 <= tick <= high * 2.6]

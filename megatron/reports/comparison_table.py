@@ -30,8 +30,8 @@ from functools import cached_property
 from megatron.reports import axes
 from megatron.reports.axes import RecordAxis, format_multiple
 from megatron.reports.method_rows import (
-    describe_budgets,
-    describe_unverified_methods,
+    describe_missing_training_digests,
+    describe_unequal_training,
     disambiguate_methods,
     get_table_key,
     quote_method,
@@ -236,7 +236,8 @@ class ComparisonTable:
                 notes += [f"{change_note}{interval_note}", f"{metric.verdict_rule}."]
             else:
                 notes.append(f"{change_note}; its uncertainty is unknown.")
-        notes += filter(None, [describe_unverified_methods(self.records), describe_budgets(self.records)])
+        about_training = describe_missing_training_digests(self.records), describe_unequal_training(self.records)
+        notes += filter(None, about_training)
         return [*notes, *dict.fromkeys(record.remark for record in self.records if record.remark is not None)]
 
     def _format_best_seeds(self) -> list[str]:

@@ -75,7 +75,7 @@ def quote_method(method: str) -> str:
     return f"“{method}”" if method == "none" else method
 
 
-def describe_budgets(records: Sequence[Record]) -> str | None:
+def describe_unequal_training(records: Sequence[Record]) -> str | None:
     """Return a sentence if methods of a table were trained for different numbers of steps or tokens, else None.
 
     Tokens are compared among runs with the same seed, because the lengths of a task's sequences depend on it.
@@ -98,7 +98,7 @@ def _join_methods(methods: Sequence[str]) -> str:
     return ", ".join(named) + " and others" * (len(methods) > MAX_NAMED_METHODS)
 
 
-def describe_unverified_methods(records: Iterable[Record]) -> str | None:
+def describe_missing_training_digests(records: Iterable[Record]) -> str | None:
     """Return a sentence on methods whose runs count as seeds of one method although a digest is missing, or None.
 
     Runs in one sweep folder, which differ in their seed_N, need no digest.

@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron.reports.axes import join_headers
 from megatron.reports.comparison_table import ComparisonTable, format_partial_seeds, pair_by_seed
-from megatron.reports.method_rows import describe_budgets
+from megatron.reports.method_rows import describe_unequal_training
 from megatron.reports.metrics import Metric, compute_clamped_exp
 from megatron.reports.records import Record
 from megatron.reports.table_formats import TextTable
@@ -336,7 +336,7 @@ def build_significance_table(table: ComparisonTable, against: str) -> TextTable:
         ]
     else:
         notes.append("Significance unknown: a test needs two seeds that both methods have.")
-    notes += filter(None, [describe_budgets(table.records)])
+    notes += filter(None, [describe_unequal_training(table.records)])
     return TextTable(
         title=f"{table.title}: compared with {against}",
         corner_header="method",

@@ -63,7 +63,7 @@ def find_finished_step(member: SweepMember) -> int:
 
     Raises:
         UserError: its folder contains a run with another configuration or start, or with different code of a user's own
-            method, or with other tokens.
+            method, or its data have changed.
         RunError: it has checkpoints, but all are damaged.
     """
     checkpoint = find_latest_valid(member.folder)
@@ -93,7 +93,7 @@ def find_finished_step(member: SweepMember) -> int:
         )
     for prefix in find_changed_datasets(trainer_state.data_digests or {}):
         raise UserError(
-            f"{member.folder}: was trained with other tokens of {prefix}; restore them, "
+            f"{member.folder}: the tokens of {prefix} have changed since its training; restore them, "
             f"{_suggest_another_folder(member)}"
         )
     return step

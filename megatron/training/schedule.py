@@ -197,7 +197,7 @@ def describe_rate_jump(old: LearningRateSchedule, new: LearningRateSchedule, ste
     text += f", because its decay now ends at step {new.decay_steps:,}; to keep the old schedule, set "
     text += f"lr_decay_iters={old.decay_steps}"
     if step >= old.decay_steps:
-        text += f", after which the rate is min_lr={new.min_lr:g}"
+        text += f"; its decay has ended, so the rate would stay at min_lr={new.min_lr:g}"
         if new.min_lr == 0:
-            text += ", and a min_lr above 0, without which nothing is learned"
+            text += "; set min_lr above 0 too, or nothing is learned"
     return text

@@ -151,7 +151,7 @@ def _describe_changed_data(resume: ResumePlan, slices: Mapping[str, list[Dataset
         prefixes = {str(dataset_slice.dataset.prefix) for dataset_slice in slices.get("train", [])}
         for prefix in find_changed_datasets(resume.trainer_state.data_digests or {}):
             if prefix in prefixes:
-                yield f"{prefix}: its tokens are not those with which {resume.checkpoint} was trained"
+                yield f"{prefix}: its tokens have changed since {resume.checkpoint} was written"
 
 
 def plan_checkpoint(

@@ -316,6 +316,7 @@ def build_components(
     flops_per_token = {length: model.count_flops_per_token(length) for length in sorted(lengths)}
     parameters = model.num_parameters()
     rng.seed_torch(rng.derive_seed(training.seed, "dropout", groups.mesh))
+    prefixes = [dataset_slice.dataset.prefix for dataset_slice in plan.slices.get("train", [])]
     return TrainingRun(
         config=config,
         requested=plan.requested,
@@ -325,11 +326,7 @@ def build_components(
         vocabulary=plan.vocabulary,
         harness_tasks=tasks,
         datasets=datasets,
-        data_digests={
-            str(prefix): compute_dataset_digest(prefix)
-            for dataset_slice in plan.slices.get("train", [])
-            for prefix in [dataset_slice.dataset.prefix]
-        },
+        data_digests={str(prefix): compute_dataset_digest(prefix) for prefix in prefixes},
         data_position=position,
         engine=Engine(config, model, groups),
         schedule=_build_stage_schedule(resume.stage),

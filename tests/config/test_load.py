@@ -462,11 +462,6 @@ def test_an_unused_key_is_reported(write):
     [
         (["layernorm_epsilon=3", "norm=rmsnorm"], "norm is rmsnorm, qk_norm is null", "norm=layernorm"),
         (["rms_norm_epsilon=3"], "norm is layernorm, qk_norm is null", "norm=rmsnorm"),
-        (
-            ["attention_chunk_rows=16", "attention_backend=eager"],
-            "attention_backend is eager",
-            "attention_backend=auto",
-        ),
         (["attention_check=false", "attention_backend=sdpa"], "attention_backend is sdpa", "attention_backend=auto"),
         (["decay_positions=true", "weight_decay=0"], "weight_decay is 0.0", "weight_decay=1"),
         (["min_lr=1e-5", "lr_decay_style=constant"], "lr_decay_style is constant", "lr_decay_style=cosine"),

@@ -413,11 +413,11 @@ def test_tables_are_consistent():
             neox_keys.FRACTIONS,
             neox_keys.VALUE_SWITCHES,
             neox_keys.LAYER_PATTERNS,
-            neox_keys.STEP_SWITCHES,
+            neox_keys.EVENT_SWITCHES,
             neox_keys.VALIDATED_NOOPS,
         )
     )
-    of_many_keys = (neox_keys.JOINT_SWITCHES, neox_keys.IGNORED, neox_keys.UNSUPPORTED)
+    of_many_keys = (neox_keys.AGREEING_SWITCHES, neox_keys.IGNORED, neox_keys.UNSUPPORTED)
     counted += sum(len(rule.keys) for rules in of_many_keys for rule in rules)
     assert counted == len(neox_keys.RULES), "a key has two rules"
     for option in (option for rule in neox_keys.METHOD_OPTION_ALIASES for option in rule.options):

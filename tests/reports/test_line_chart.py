@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from megatron.reports.axes import choose_log_ticks
 from megatron.reports.curve_chart import ChartLine, HorizontalAxis, build_line_chart, build_median_line
 from megatron.reports.html_page import TEMPLATES_FOLDER
 
@@ -91,3 +92,10 @@ def test_a_median_is_within_its_band() -> None:
     line = build_median_line("m", [1.0, 2.0], [[float(k), 10.0 * k] for k in range(11)], 0)
     assert list(line.points) == [(1.0, 5.0), (2.0, 50.0)]
     assert list(line.band) == [(1.0, 9.0), (10.0, 90.0)]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "inside"), [(6.4, 38, [7, 10, 15, 20, 30]), (4, 200, [5, 10, 20, 50, 100, 200])]
+)
+def test_a_logarithmic_axis_has_several_ticks_within_its_range(low: float, high: float, inside: list[float]) -> None:
+    assert [tick for tick in choose_log_ticks(low, high) if low <= tick <= high] == inside

@@ -366,7 +366,7 @@ def test_a_run_with_other_tokens_of_its_dataset_is_not_reused(trainer: Trainer) 
     assert find_finished_step(member) == 6
     trained_on[prefix] = "0" * 64
     state.write_text(json.dumps(json.loads(state.read_text()) | {"data_digests": trained_on}))
-    with pytest.raises(UserError, match=rf"^{member.folder}: was trained with other tokens of {prefix}; restore them"):
+    with pytest.raises(UserError, match=rf"^{member.folder}: the tokens of {prefix} have changed since its training"):
         run()
 
 

@@ -236,7 +236,7 @@ def test_extending_a_finished_run_warns_of_a_rate_jump(corpus: Path, tmp_path: P
     # Cosine from 1e-2 to 1e-4: step 3 of 4 uses 1e-4 + 99e-4 (1 + cos 3π/4)/2; step 4 of 8 uses the midpoint.
     assert notes() == [
         "the learning rate was 1.55e-03 and jumps to 5.05e-03, because its decay now ends at step 8; to keep the "
-        "old schedule, set lr_decay_iters=4, after which the rate is min_lr=0.0001"
+        "old schedule, set lr_decay_iters=4; its decay has ended, so the rate would stay at min_lr=0.0001"
     ]
     assert notes(lr_decay_iters=4) == []
 
@@ -245,7 +245,7 @@ def test_a_rate_that_ends_at_zero_needs_more_than_the_old_schedule() -> None:
     from megatron.training.schedule import LearningRateSchedule, describe_rate_jump
 
     old, new = LearningRateSchedule(1.0, 0.0, 0, 100, "linear"), LearningRateSchedule(1.0, 0.0, 0, 200, "linear")
-    assert "and a min_lr above 0, without which nothing is learned" in (describe_rate_jump(old, new, 100) or "")
+    assert "; set min_lr above 0 too, or nothing is learned" in (describe_rate_jump(old, new, 100) or "")
     assert describe_rate_jump(old, old, 50) is None
     assert describe_rate_jump(old, new, 0) is None
     middle = describe_rate_jump(old, new, 50) or ""

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from megatron.config.method_names import find_keys_differing_from_file, list_overlays
+from megatron.config.method_names import find_keys_differing_from_overlay, list_overlays
 from megatron.config.schema import Config, compute_keys_digest, map_key_owners
 from megatron.options.data import SPLITS
 from megatron.position import registry
@@ -95,7 +95,7 @@ def _compare_with_method_file(method: str) -> ConfigurationChange:
     config = next((each.config for each in read_sweep(LEADERBOARD_FILES).members if each.variant == method), None)
     if config is None or method not in list_overlays():
         return ConfigurationChange({}, is_known=False)
-    keys = find_keys_differing_from_file(config, method)
+    keys = find_keys_differing_from_overlay(config, method)
     return ConfigurationChange({key: keys[key] for key in keys if map_key_owners().get(key) == METHOD_SECTION})
 
 
