@@ -7,6 +7,7 @@ import pytest
 from models import build_model
 
 from megatron.config import method_names
+from megatron.config.execution import resolve_batch_sizes
 from megatron.config.load import load_config
 from megatron.config.schema import Config
 from megatron.position import catalog
@@ -54,6 +55,14 @@ def by_shapes(config: Config) -> int:
 def test_model_alone(path: Path):
     loaded = load_config([path])
     assert loaded.notes == ()
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_batch_fits_machines_of_eight_gpus(path: Path):
+    config = load_config([path]).config
+    for gpus in (1, 2, 4, 8):
+        sizes = resolve_batch_sizes(config, gpus)
+        assert config.training.train_batch_size in (None, sizes["train_batch_size"])
 
 
 @pytest.mark.parametrize("path", sorted((SHIPPED_CONFIGS / "finetune").glob("*.yml")), ids=lambda path: path.stem)
