@@ -259,12 +259,18 @@ def _note_linear_decay(config: Config, layers: ConfigLayers) -> None:
         )
 
 
+DYNAMIC_SCALE_KEYS = ("fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis", "fp16.min_loss_scale")
+
 READ_ONLY_WITH: dict[str, tuple[str, Callable[..., bool]]] = {
     "split": ("train_data_paths", lambda paths: not paths),
     "weight_by_num_documents": ("data_path", lambda path: path is None),
     "weighted_sampler_alpha": ("weight_by_num_documents", bool),
     "layernorm_epsilon": ("norm, qk_norm", lambda *norms: "layernorm" in norms),
     "rms_norm_epsilon": ("norm, qk_norm", lambda *norms: "rmsnorm" in norms),
+    "init_method_std": (
+        "init_method, output_layer_init_method",
+        lambda *methods: not {"normal", "scaled_normal"}.isdisjoint(methods),
+    ),
     "mup_depth_alpha": ("mup_base_num_layers", bool),
     "attention_check": ("attention_backend", lambda backend: backend == "auto"),
     "checkpoint_num_layers": ("checkpoint_activations", lambda value: value is True),
@@ -281,6 +287,7 @@ READ_ONLY_WITH: dict[str, tuple[str, Callable[..., bool]]] = {
     "warmup": ("lr_warmup_iters", lambda steps: steps is None),
     "slurm": ("launcher", lambda launcher: launcher == "slurm"),
     "fp16": ("precision", lambda precision: precision == "fp16"),
+    **dict.fromkeys(DYNAMIC_SCALE_KEYS, ("fp16.loss_scale", lambda scale: scale == 0)),
     **{key: ("lr_decay_style", lambda chosen, style=style: chosen == style) for key, style in SCHEDULE_KEYS.items()},
 }
 """Keys that are read only with some values of others: these keys, and a function that is true for such values.

@@ -462,6 +462,12 @@ def test_an_unused_key_is_reported(write):
     [
         (["layernorm_epsilon=3", "norm=rmsnorm"], "norm is rmsnorm, qk_norm is null", "norm=layernorm"),
         (["rms_norm_epsilon=3"], "norm is layernorm, qk_norm is null", "norm=rmsnorm"),
+        (
+            ["init_method_std=1", "init_method=small_init", "output_layer_init_method=wang_init"],
+            "init_method is small_init, output_layer_init_method is wang_init",
+            "init_method=normal",
+        ),
+        (["fp16.hysteresis=3", "fp16.loss_scale=8", "precision=fp16"], "fp16.loss_scale is 8.0", "fp16.loss_scale=0"),
         (["attention_check=false", "attention_backend=sdpa"], "attention_backend is sdpa", "attention_backend=auto"),
         (["decay_positions=true", "weight_decay=0"], "weight_decay is 0.0", "weight_decay=1"),
         (["min_lr=1e-5", "lr_decay_style=constant"], "lr_decay_style is constant", "lr_decay_style=cosine"),
