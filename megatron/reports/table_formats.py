@@ -191,6 +191,8 @@ MAX_COLUMN_CHARACTERS = 46
 """Number of characters, each 5 points wide, in one column of a two-column page (3.25 inches or 234 points)."""
 PAGE_CHARACTERS = 96
 """Number of characters in a table across a page (7 inches or 506 points), with a margin for wide letters."""
+PAGE_ROWS = 45
+"""Number of rows, each 12 points high, on a page of 9 inches (650 points) with a caption and notes."""
 MIN_WRAPPED_CHARACTERS = 24
 """Width from which a column may be wrapped, in characters."""
 GAP_CHARACTERS = 2
@@ -216,6 +218,8 @@ class LatexTable:
     def render(self, label: str) -> str:
         """Render a table environment with booktabs rules.
 
+        A table longer than a page is several environments that share one number.
+
         Args:
             label: words separated by hyphens, from which the command names are derived.
         """
@@ -232,14 +236,19 @@ class LatexTable:
         begin, end = rf"\begin{{tabular}}{{{''.join(columns)}}}", r"\end{tabular}"
         if width > PAGE_CHARACTERS and columns == list(self.columns):
             begin, end = rf"\resizebox{{\textwidth}}{{!}}{{{begin}", f"{end}}}"
-        lines += [
-            rf"\begin{{{environment}}}", r"\centering", rf"\caption{{\caption{command}}}", rf"\label{{tab:{label}}}",
-            begin, r"\toprule", *_format_lines(self.headers), r"\midrule", *_format_lines(self.rows), r"\bottomrule",
-            end,
-        ]  # fmt: skip
-        if self.notes:
-            lines.append(rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize\notes{command}}}")
-        return "\n".join([*lines, rf"\end{{{environment}}}"]) + "\n"
+        rows = _format_lines(self.rows)
+        for first in range(0, max(1, len(rows)), PAGE_ROWS):
+            caption = [rf"\caption{{\caption{command}}}", rf"\label{{tab:{label}}}"]
+            if first:
+                caption = [r"\addtocounter{table}{-1}", rf"\caption{{\caption{command} (Continued.)}}"]
+            lines += [
+                rf"\begin{{{environment}}}", r"\centering", *caption, begin, r"\toprule", *_format_lines(self.headers),
+                r"\midrule", *rows[first : first + PAGE_ROWS], r"\bottomrule", end,
+            ]  # fmt: skip
+            if self.notes and first + PAGE_ROWS >= len(rows):
+                lines.append(rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize\notes{command}}}")
+            lines.append(rf"\end{{{environment}}}")
+        return "\n".join(lines) + "\n"
 
 
 def _wrap_columns(columns: str, widths: Sequence[int]) -> list[str]:

@@ -418,6 +418,19 @@ def test_a_latex_table_wider_than_a_page_is_wrapped_or_scaled() -> None:
         assert text.startswith(LATEX_MARKER)
 
 
+@pytest.mark.parametrize(("methods", "parts"), [(0, 1), (1, 1), (45, 1), (46, 2), (90, 2), (91, 3)])
+def test_a_latex_table_longer_than_a_page_is_split(methods: int, parts: int) -> None:
+    rows = tuple((f"m{index}", ("1.0",)) for index in range(methods))
+    text = render_latex_file([(None, TextTable("t", "method", ("a",), rows, ("n",)))], "x")
+    assert re.findall(r"^m\d+", text, re.MULTILINE) == [method for method, _ in rows]
+    pages = text.split(r"\begin{table}")[1:]
+    assert len(pages) == parts
+    for number, page in enumerate(pages):
+        assert page.count(r"method & a \\") == page.count(r"\end{table}") == page.count(r"\caption{") == 1
+        assert (r"\label{" in page) == (number == 0) == (r"\addtocounter{table}{-1}" not in page)
+        assert (r"\notes" in page) == (number == parts - 1)
+
+
 def test_tables_of_several_experiments_have_their_own_captions_and_labels(story: list[Record]) -> None:
     titles = ("KERPLE, table 3: 5 seeds", "DAPE V2, table 1: ΔP", None, "DAPE V2, table 1: ΔP")
     sections = [report.ReportSection(title, story) for title in titles]
