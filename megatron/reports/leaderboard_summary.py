@@ -344,7 +344,7 @@ def annotate_points(axes: Any, points: Mapping[str, tuple[float, float]], *, fon
         while any(label.get_window_extent().overlaps(box) for box in placed):
             moved += font_size + 1
             label.set_position((x, y + moved))
-        placed.append(label.get_window_extent())
+        placed.append(label.get_window_extent().padded(font_size / 3))  # names do not touch either
         if moved:
             line = {"arrowstyle": "-", "color": "0.7", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2}
             axes.annotate("", point, xytext=(x, y + moved + 1), textcoords="offset points", arrowprops=line, zorder=0)

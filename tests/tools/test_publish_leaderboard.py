@@ -13,7 +13,7 @@ from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.records import Record, record_from_row
 from megatron.reports.run_records import RunFailure, RunOutcome, get_run_file, read_failures, write_run_file
 from megatron.utils.errors import UserError
-from tools.docs.publish_leaderboard import publish
+from tools.docs.publish_leaderboard import publish, replace_costs
 
 PLAN = LeaderboardPlan(("rotary", "alibi"), (1, 2), ("copy",))
 
@@ -96,3 +96,24 @@ def test_nothing_is_published_without_the_text(tmp_path: Path, copies: int, foun
     (tmp_path / "runs" / "results.experiment.json").unlink()
     with pytest.raises(UserError, match="no plan of a leaderboard"):
         publish(tmp_path / "runs", tmp_path, Console(quiet=True))
+
+
+def test_costs_measured_in_turns_replace_those_of_the_runs(tmp_path: Path) -> None:
+    """The ratio is the median over rounds, and another reading of a model keeps its ratio to the model's scoring."""
+    times = {"rotary": {"seconds": 0.5, "ratio": [1, 1, 1]}, "cdape": {"seconds": 9.0, "ratio": [1.2, 1.5, 1.6]}}
+    measured = {"baseline": "rotary", "length": 128, "step": times, "scoring": times}
+    (tmp_path / "costs.json").write_text(json.dumps(measured), encoding="utf-8")
+
+    def build(method: str, length: int, cpu_seconds: float, protocol: str = "last") -> Record:
+        return record_from_row(
+            {"method": method, "length": length, "protocol": protocol, "perplexity": 5.0, "train_length": 64, "seed": 1,
+             "run": f"runs/zoo/{method.partition(' ')[0]}/seed_1", "tokens": 9, "windows": 4, "step_cpu_seconds": 7.0,
+             "cpu_seconds": cpu_seconds}
+        )  # fmt: skip
+
+    given = [build("rotary", 64, 1.0), build("rotary", 128, 3.0), build("rotary (yarn)", 128, 6.0)]
+    given += [build("cdape", 128, 8.0), build("copier", 128, 8.0, "task")]
+    found = [(r.step_cpu_seconds, r.cpu_seconds) for r in replace_costs(given, tmp_path / "costs.json")]
+    assert found == [(0.5, 1.0), (0.5, 2.0), (0.5, 4.0), (0.75, 3.0), (7.0, 8.0)]
+    with pytest.raises(UserError, match="no costs of 'fox'"):
+        replace_costs([build("fox", 128, 1.0)], tmp_path / "costs.json")

@@ -71,6 +71,7 @@ class MethodTimer:
             log_interval=1_000_000,
             eval_interval=0,
             save=None,
+            hang_timeout=None,
             device="cpu",
         )
         config = resolve_run(config, LocalHardware.detect()).config
@@ -178,11 +179,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main() -> None:
     arguments = parse_arguments()
     try:
         compare_costs(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

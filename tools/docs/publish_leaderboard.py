@@ -5,10 +5,12 @@ The second tier, zoo_3m, is published in the same way once it has the runs of it
     python tools/docs/publish_leaderboard.py        or    make publish-zoo
 
 Only complete benchmarks are published, and nothing is published before the text is complete. The page lists the methods
-and seeds that the other benchmarks lack. Pages that quote the records are written again: agreement.md, card.md,
-claims.md.
+and seeds that the other benchmarks lack. Runs of several machines cannot be compared by duration, so CPU times are
+those of zoo_costs.json, if it exists, in which tools/bench/method_costs.py measured all methods in turns. Pages that
+quote the records are written again: agreement.md, card.md, claims.md.
 """
 
+import json
 import os
 import sys
 import tempfile
@@ -56,6 +58,40 @@ def select_complete_benchmarks(plan: LeaderboardPlan, saved: SavedRuns) -> tuple
     return [*kept, *baselines], [f for f in saved.failures if plan.get_benchmark(f) not in missing]
 
 
+def replace_costs(records: list[Record], costs: Path) -> list[Record]:
+    """Return records with CPU times that were measured in turns on one machine, instead of those of their runs.
+
+    Args:
+        records: records of a leaderboard, of which those of the text are changed.
+        costs: record of tools/bench/method_costs.py. Other evaluations of a run, such as "rotary (yarn)", keep their
+            ratio to its own scoring.
+
+    Raises:
+        UserError: a method has no costs.
+    """
+    measured = json.loads(costs.read_text(encoding="utf-8"))
+    steps, scoring = (
+        {method: found["ratio"][1] * times[measured["baseline"]]["seconds"] for method, found in times.items()}
+        for times in (measured["step"], measured["scoring"])
+    )  # median ratios, in seconds of the baseline
+    durations = {
+        (record.run, record.method): record.cpu_seconds for record in records if record.length == measured["length"]
+    }
+
+    def replace_times(record: Record) -> Record:
+        method = record.method.partition(" (")[0]
+        record = record.replace(step_cpu_seconds=steps[method])
+        own, windows = durations.get((record.run, method)), record.windows
+        if record.length != measured["length"] or not (own and record.cpu_seconds and windows):
+            return record
+        return record.replace(cpu_seconds=scoring[method] * windows * record.cpu_seconds / own)
+
+    try:
+        return [replace_times(record) if record.protocol == "last" else record for record in records]
+    except KeyError as error:
+        raise UserError(f"{costs}: no costs of {error}; run tools/bench/method_costs.py again") from None
+
+
 def publish(runs: Path, output: Path, console: Console, name: str = BOARDS[0]) -> None:
     """Write the record, the page in two formats, and its pictures.
 
@@ -81,6 +117,9 @@ def publish(runs: Path, output: Path, console: Console, name: str = BOARDS[0]) -
         records, failures = select_complete_benchmarks(plan, saved)
     except UserError as error:
         raise UserError(f"{runs}: {error}") from None
+    costs = output / f"{name}_costs.json"
+    if costs.is_file():
+        records = replace_costs(records, costs)
     # Cells of needle maps are most of the records, and the runs' files contain them. Only the HTML page draws them.
     by_length = [record for record in records if record.axis == "length"]
     published = replace(experiment, published=(), own_seeds=False, num_runs=None, run_digests=None)
