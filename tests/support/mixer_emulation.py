@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cuda_emulator import Emulator
+from cuda_emulator import Emulator, PlantedFault
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
@@ -330,8 +330,8 @@ def compute_true_logits(inputs: ChunkInputs, shape: Shape) -> tuple[Tensor, Tens
 class Launcher:
     """Runs kernels in the emulator."""
 
-    def __init__(self, folder: Path, *, backwards: bool = False) -> None:
-        self.emulator, self.backwards = Emulator(folder), backwards
+    def __init__(self, fault: PlantedFault | None = None, *, backwards: bool = False) -> None:
+        self.emulator, self.backwards = Emulator(FOLDER, fault), backwards
 
     def __call__(self, kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         self.emulator.launch(kernel, grid, arguments, backwards=self.backwards)
@@ -364,13 +364,18 @@ class Launcher:
             yield
 
 
-def plant_fault(folder: Path, right: str, wrong: str) -> None:
-    """Copy the kernels' sources to a new folder, and replace an expression that occurs once in them."""
+def plant_fault(folder: Path, kernel: str, right: str, wrong: str) -> PlantedFault:
+    """Copy the kernels' sources to a new folder, and replace an expression that occurs once in them.
+
+    Args:
+        kernel: part of the name of the kernel that is to have the fault.
+    """
     shutil.copytree(FOLDER, folder)
     sources = {path: path.read_text(encoding="utf-8") for path in folder.glob("*.h")}
     (path,) = (path for path, source in sources.items() if right in source)
     assert sources[path].count(right) == 1
     path.write_text(sources[path].replace(right, wrong), encoding="utf-8")
+    return PlantedFault(folder, kernel)
 
 
 class AllMemory:

@@ -46,10 +46,21 @@ def write_runs(folder: Path, copies: int) -> None:
             write_run_file(get_run_file(folder, "copy", method, seed), "digest", RunOutcome(copy))
 
 
+def write_costs(path: Path, ratios: dict[str, float]) -> None:
+    """Write costs in which rotary takes half a second, and quartiles differ from the median."""
+    times = {
+        name: {"seconds": 0.5 if name == "rotary" else 9.0, "ratio": [0.8 * x, x, 2 * x]} for name, x in ratios.items()
+    }
+    record = {"baseline": "rotary", "length": 128, "step": times, "scoring": times}
+    path.write_text(json.dumps(record), encoding="utf-8")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("copies", "metrics"), [(3, {"perplexity"}), (4, {"perplexity", "mean_accuracy"})])
 def test_only_complete_benchmarks_are_published(tmp_path: Path, copies: int, metrics: set[str]) -> None:
     write_runs(tmp_path / "runs", copies)
+    if copies == 4:
+        write_costs(tmp_path / "zoo_costs.json", {"rotary": 1.0, "alibi": 0.9})
     publish(tmp_path / "runs", tmp_path, Console(quiet=True))
     rows = json.loads((tmp_path / "zoo.json").read_text(encoding="utf-8"))
     assert {metric for row in rows for metric in ("perplexity", "mean_accuracy") if metric in row} == metrics
@@ -58,6 +69,10 @@ def test_only_complete_benchmarks_are_published(tmp_path: Path, copies: int, met
     assert page.splitlines()[1] == "# A board"
     assert page.index("\n- Biases are shared.\n") < page.index("## All numbers")
     assert page.count("Biases are shared") == 1
+    assert ("took turns on one core (docs/results/zoo_costs.json)" in " ".join(page.split())) == (copies == 4)
+    assert {row.get("step_cpu_seconds") for row in rows if "perplexity" in row} == (
+        {0.5, 0.45} if copies == 4 else {None}
+    )
     assert ("Not ranked, because results are missing here: copy (0 of 4 runs)" in page) == (copies == 3)
     assert (tmp_path / "zoo.html").is_file()
     assert (tmp_path / "zoo.png").is_file()
@@ -100,9 +115,7 @@ def test_nothing_is_published_without_the_text(tmp_path: Path, copies: int, foun
 
 def test_costs_measured_in_turns_replace_those_of_the_runs(tmp_path: Path) -> None:
     """The ratio is the median over rounds, and another reading of a model keeps its ratio to the model's scoring."""
-    times = {"rotary": {"seconds": 0.5, "ratio": [1, 1, 1]}, "cdape": {"seconds": 9.0, "ratio": [1.2, 1.5, 1.6]}}
-    measured = {"baseline": "rotary", "length": 128, "step": times, "scoring": times}
-    (tmp_path / "costs.json").write_text(json.dumps(measured), encoding="utf-8")
+    write_costs(tmp_path / "costs.json", {"rotary": 1.0, "cdape": 1.5})
 
     def build(method: str, length: int, cpu_seconds: float, protocol: str = "last") -> Record:
         return record_from_row(

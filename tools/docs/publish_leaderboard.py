@@ -35,6 +35,10 @@ from megatron.reports.run_records import RunFailure, SavedRuns, write_failures  
 from megatron.utils.errors import UserError  # noqa: E402
 
 RESULTS = Path("docs/results")
+COSTS_NOTE = (
+    "Costs are CPU times of untrained models that took turns on one core (docs/results/{}), not of the runs, which are "
+    "from several machines. Differences of a tenth mean nothing."
+)
 BOARDS = ("zoo", "zoo_3m")
 """Names of the leaderboard and of its second tier, which are those of the files and of the folder of runs."""
 
@@ -117,12 +121,14 @@ def publish(runs: Path, output: Path, console: Console, name: str = BOARDS[0]) -
         records, failures = select_complete_benchmarks(plan, saved)
     except UserError as error:
         raise UserError(f"{runs}: {error}") from None
-    costs = output / f"{name}_costs.json"
+    costs, differences = output / f"{name}_costs.json", experiment.differences
     if costs.is_file():
-        records = replace_costs(records, costs)
+        records, differences = replace_costs(records, costs), (*differences, COSTS_NOTE.format(costs.name))
     # Cells of needle maps are most of the records, and the runs' files contain them. Only the HTML page draws them.
     by_length = [record for record in records if record.axis == "length"]
-    published = replace(experiment, published=(), own_seeds=False, num_runs=None, run_digests=None)
+    published = replace(
+        experiment, differences=differences, published=(), own_seeds=False, num_runs=None, run_digests=None
+    )
     for suffix, shown in ((".md", by_length), (".html", records)):
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder) / RESULTS_FILE

@@ -3,12 +3,9 @@
 #pragma once
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <vector>
 
 #define KERNEL_CODE inline
@@ -144,11 +141,21 @@ inline uint32_t to_float16(float x) {
   return bits;
 }
 inline uint32_t to_exchange(float x) { return to_float16(std::fmax(-65504.0f, std::fmin(65504.0f, x))); }
+// All float16 numbers as floats: without hardware support, a table is several times as fast as a conversion.
+struct Float16Table {
+  float v[1 << 16];
+  Float16Table() {
+    for (uint32_t bits = 0; bits < 1 << 16; bits++) {
+      uint16_t narrow = (uint16_t)bits;
+      _Float16 half;
+      memcpy(&half, &narrow, 2);
+      v[bits] = (float)half;
+    }
+  }
+};
 inline float of_exchange(uint32_t bits) {
-  uint16_t narrow = (uint16_t)bits;
-  _Float16 half;
-  memcpy(&half, &narrow, 2);
-  return (float)half;
+  static const Float16Table table;
+  return table.v[bits & 0xffff];
 }
 inline u32 pack_bf16(const f32& low, const f32& high) {
   u32 r;
@@ -202,24 +209,37 @@ inline u32 high_halves(const u32& a, const u32& b) {
   return r;
 }
 
-template <float (*CONVERT)(uint32_t)>
-inline void multiply(f32 (&d)[4], const u32 (&a)[4], const u32& b0, const u32& b1) {
-  float left[16][16], right[16][8];
+// Adds the product of a [16, K] and b [K, 8] to d [16, 8]. Each sum is computed in double precision, in the order of k.
+// The eight sums of a row are computed side by side, which is several times as fast as one after the other.
+template <float (*CONVERT)(uint32_t), int K = 16>
+__attribute__((noinline)) void multiply(f32 (&d)[4], const u32 (&a)[4], const u32& b0, const u32& b1) {
+  typedef double Pair __attribute__((vector_size(16)));
+  double left[16][K];
+  Pair right[K][4];
   EACH_LANE {
     int g = lane / 4, t = lane % 4;
     for (int half = 0; half < 2; half++) {
       auto number = [&](const u32& word) { return CONVERT(half ? word.v[lane] >> 16 : word.v[lane] & 0xffff); };
-      for (int x = 0; x < 4; x++) left[g + 8 * (x % 2)][2 * t + 8 * (x / 2) + half] = number(a[x]);
-      right[2 * t + half][g] = number(b0);
-      right[2 * t + 8 + half][g] = number(b1);
+      for (int x = 0; x < K / 4; x++) left[g + 8 * (x % 2)][2 * t + 8 * (x / 2) + half] = number(a[x]);
+      for (int x = 0; x < K / 8; x++) right[2 * t + 8 * x + half][g / 2][g % 2] = number(x ? b1 : b0);
     }
   }
-  EACH_LANE {
-    int g = lane / 4, t = lane % 4;
-    for (int x = 0; x < 4; x++) {
-      double sum = d[x].v[lane];
-      for (int k = 0; k < 16; k++) sum += (double)left[g + 8 * (x / 2)][k] * right[k][2 * t + x % 2];
-      d[x].v[lane] = (float)sum;
+  for (int i = 0; i < 16; i++) {
+    float* sums[8];
+    for (int j = 0; j < 8; j++) sums[j] = &d[2 * (i / 8) + j % 2].v[4 * (i % 8) + j / 2];
+    Pair p = {*sums[0], *sums[1]}, q = {*sums[2], *sums[3]}, r = {*sums[4], *sums[5]}, s = {*sums[6], *sums[7]};
+    for (int k = 0; k < K; k++) {
+      Pair factor = {left[i][k], left[i][k]};
+      p += factor * right[k][0];
+      q += factor * right[k][1];
+      r += factor * right[k][2];
+      s += factor * right[k][3];
+    }
+    for (int x = 0; x < 2; x++) {
+      *sums[x] = (float)p[x];
+      *sums[2 + x] = (float)q[x];
+      *sums[4 + x] = (float)r[x];
+      *sums[6 + x] = (float)s[x];
     }
   }
 }
@@ -239,10 +259,10 @@ inline void mma_exchange_from_zero(f32 (&d)[4], const u32 (&a)[4], const u32& b0
   multiply<of_exchange>(d, a, b0, b1);
 }
 inline void mma_bf16_k8(f32 (&d)[4], const u32& a0, const u32& a1, const u32& b) {
-  mma_bf16(d, {a0, a1, u32(0u), u32(0u)}, b, u32(0u));
+  multiply<of_bf16, 8>(d, {a0, a1, u32(0u), u32(0u)}, b, u32(0u));
 }
 inline void mma_exchange_k8(f32 (&d)[4], const u32& a0, const u32& a1, const u32& b) {
-  mma_exchange(d, {a0, a1, u32(0u), u32(0u)}, b, u32(0u));
+  multiply<of_exchange, 8>(d, {a0, a1, u32(0u), u32(0u)}, b, u32(0u));
 }
 inline u32 settle(const u32& a) { return a; }
 inline u32 transpose_8x8(const u32& a) {
@@ -268,17 +288,20 @@ class Block {
       : words_(bytes / 4, 0x7fc07fc0u), writer_(bytes / 4, NEVER), reader_(bytes / 4, NOBODY) {}
 
   // Runs body(warp) for every warp, in the given order between two barriers.
-  void run(int num_warps, const std::function<void(int)>& body, bool backwards = false) {
-    std::vector<std::unique_ptr<char[]>> stacks;
+  template <class Body>
+  void run(int num_warps, const Body& body, bool backwards = false) {
+    static std::vector<std::vector<char>> stacks;  // shared by all blocks
+    stacks.resize(num_warps);
     warps_.assign(num_warps, ucontext_t{});
     is_done_.assign(num_warps, false);
     copies_.assign(num_warps, {});
     current() = this;
     body_ = &body;
+    run_body_ = [](const void* body, int warp) { (*(const Body*)body)(warp); };
     for (int i = 0; i < num_warps; i++) {
-      stacks.emplace_back(new char[STACK_BYTES]);
+      stacks[i].resize(STACK_BYTES);
       getcontext(&warps_[i]);
-      warps_[i].uc_stack.ss_sp = stacks.back().get();
+      warps_[i].uc_stack.ss_sp = stacks[i].data();
       warps_[i].uc_stack.ss_size = STACK_BYTES;
       warps_[i].uc_link = &scheduler_;
       makecontext(&warps_[i], &Block::enter, 0);
@@ -324,15 +347,16 @@ class Block {
   void count_clocks(const i32& offset, int num_words) {
     int lanes = 32 / num_words;
     for (int start = 0; start < 32; start += lanes) {
-      std::vector<int> asked;
+      int asked[32][32], num_asked[32] = {0}, most = 0;  // distinct words of each bank
       for (int lane = start; lane < start + lanes; lane++)
-        for (int k = 0; k < num_words; k++) asked.push_back(offset.v[lane] / 4 + k);
-      std::sort(asked.begin(), asked.end());
-      asked.erase(std::unique(asked.begin(), asked.end()), asked.end());
-      int banks[32] = {0};
-      for (int word : asked) banks[((word % 32) + 32) % 32]++;
+        for (int k = 0; k < num_words; k++) {
+          int word = offset.v[lane] / 4 + k, bank = ((word % 32) + 32) % 32, known = 0;
+          while (known < num_asked[bank] && asked[bank][known] != word) known++;
+          if (known == num_asked[bank]) asked[bank][num_asked[bank]++] = word;
+          if (num_asked[bank] > most) most = num_asked[bank];
+        }
       faults().accesses++;
-      faults().clocks += *std::max_element(banks, banks + 32);
+      faults().clocks += most;
     }
   }
 
@@ -344,7 +368,7 @@ class Block {
   }
   static void enter() {
     Block* block = current();
-    (*block->body_)(block->warp_);
+    block->run_body_(block->body_, block->warp_);
     block->is_done_[block->warp_] = true;
   }
   bool is_inside(int at) {
@@ -358,7 +382,8 @@ class Block {
   std::vector<bool> is_done_;
   std::vector<std::vector<std::pair<int, uint32_t>>> copies_;  // each warp's words on their way to shared memory
   ucontext_t scheduler_;
-  const std::function<void(int)>* body_ = nullptr;
+  const void* body_ = nullptr;
+  void (*run_body_)(const void* body, int warp) = nullptr;
   int warp_ = 0;  // index of the running warp
 };
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from cdape_calls import SMALL_LOSS
-from cuda_emulator import Emulator, find_compiler
+from cuda_emulator import Emulator, PlantedFault, find_compiler
 from kernel_references import cdape_attention
 from memory_measurement import Peak
 from mixer_emulation import CASES, NO_ERRORS, AllMemory, plant_fault
@@ -150,10 +150,10 @@ class Unused:
 
 
 def use_emulator(
-    call: Call, monkeypatch: pytest.MonkeyPatch, folder: Path = FOLDER, backwards: bool = False
+    call: Call, monkeypatch: pytest.MonkeyPatch, fault: PlantedFault | None = None, backwards: bool = False
 ) -> Emulator:
     """Let the operator run its CUDA kernels in the emulator."""
-    emulator = Emulator(folder)
+    emulator = Emulator(FOLDER, fault)
     emulator.begin([AllMemory()])  # type: ignore[list-item]
 
     def choose_kernel(self: GatedCall, family: KernelFamily, like: Tensor) -> MixerKernel:
@@ -172,7 +172,7 @@ def run(
     call: Call,
     inputs: list[Tensor],
     monkeypatch: pytest.MonkeyPatch,
-    folder: Path = FOLDER,
+    fault: PlantedFault | None = None,
     backwards: bool = False,
     strength: float = 1.0,
 ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
@@ -180,7 +180,7 @@ def run(
     attend_in_chunks = partial(attend_with_gates, chunk=call.chunk)
     if HAS_GPU:
         return differentiate(attend_in_chunks, call, [x.to(DEVICE) for x in inputs], strength), NO_ERRORS
-    emulator = use_emulator(call, monkeypatch, folder, backwards)
+    emulator = use_emulator(call, monkeypatch, fault, backwards)
     return differentiate(attend_in_chunks, call, inputs, strength), emulator.get_faults().errors
 
 
@@ -253,20 +253,21 @@ def test_the_order_of_warps_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 WINDOWED = Call(1, 12, 40, 17, dim=80, window=9, documents=((3, 37),))  # in float16: bfloat16 would hide a fault
+SCORES = ", true, false>"
+"""End of the name of the kernel for dS."""
 FAULTS = {
     "no hidden value left of a window": (
+        "MixerForward",
         "places.first[r] <= i32(column + G::PADDING)",
         "places.first[r] <= i32(column)",
     ),
     "a window's edge without its gradient": (
+        SCORES,
         "T::is_at_edge(places, r, column) && places.row[r]",
         "T::is_at_edge(places, r, column) && places.first[r] <= i32(column) && places.row[r]",
     ),
-    "a sum with exceptions": (
-        "select(T::is_at_edge(places, r, hidden_column + jj)",
-        "select(false",
-    ),
-    "a missing barrier": ("    barrier(memory);\n    constexpr int COUNT", "    constexpr int COUNT"),
+    "a sum with exceptions": (SCORES, "select(T::is_at_edge(places, r, hidden_column + jj)", "select(false"),
+    "a missing barrier": (SCORES, "    barrier(memory);\n    constexpr int COUNT", "    constexpr int COUNT"),
 }
 
 
@@ -275,10 +276,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call = WINDOWED if "window" in name else CALLS[0]
-    folder = tmp_path / "cuda"
-    plant_fault(folder, *FAULTS[name])
+    fault = plant_fault(tmp_path / "cuda", *FAULTS[name])
     inputs = call.draw()
-    found, errors = run(call, inputs, monkeypatch, folder)
+    found, errors = run(call, inputs, monkeypatch, fault)
     is_wrong = False
     try:
         assert_within_rounding(found, lambda: compute_truth(call, inputs), call.dtype, stored=True)

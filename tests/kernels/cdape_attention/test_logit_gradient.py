@@ -33,7 +33,6 @@ from mixer_emulation import (
 from torch import Tensor
 
 from megatron.kernels.cdape_attention import logit_kernels
-from megatron.kernels.cdape_attention.geometry import FOLDER
 from megatron.kernels.cdape_attention.logit_kernels import (
     LOGIT_GRADIENT_KERNELS,
     LogitGradients,
@@ -139,7 +138,7 @@ def check_maps(case: Case, shape: Shape, seed: int = 0, *, residual_bias: bool =
     shape = case.adapt(shape)
     inputs = build_logit_inputs(shape, seed, residual_bias=residual_bias)
     attended = attend(inputs, shape, seed)
-    found, sums, faults = run(inputs, attended, Launcher(FOLDER), case)
+    found, sums, faults = run(inputs, attended, Launcher(), case)
     assert faults.errors == NO_ERRORS, faults
     assert find_error_ratio(found, sums, inputs, attended, shape) <= 1
 
@@ -149,8 +148,8 @@ def test_the_order_of_warps_changes_no_bit(case: Case) -> None:
     shape = case.adapt(Shape(1, 12, 32, 72, 0))
     inputs = build_logit_inputs(shape)
     attended = attend(inputs, shape)
-    found, _, _ = run(inputs, attended, Launcher(FOLDER), case)
-    again, _, faults = run(inputs, attended, Launcher(FOLDER, backwards=True), case)
+    found, _, _ = run(inputs, attended, Launcher(), case)
+    again, _, faults = run(inputs, attended, Launcher(backwards=True), case)
     assert faults.errors == NO_ERRORS
     seen = find_seen(shape)
     assert ((found.probabilities == again.probabilities) | ~seen).all()
@@ -161,7 +160,7 @@ def test_logits_are_those_of_the_forward_pass() -> None:
     """A softmax's statistics hold for the logits that they were computed from, not for others that round otherwise."""
     shape = Shape(1, 12, 32, 40, 8)
     inputs = build_logit_inputs(shape)
-    attended, launcher = attend(inputs, shape), Launcher(FOLDER)
+    attended, launcher = attend(inputs, shape), Launcher()
     found, _, _ = run(inputs, attended, launcher)
     inputs = unpack_operands(inputs)
     with launcher.watch(find_inputs(inputs)):
@@ -177,8 +176,8 @@ def test_maps_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call() ->
     shape = Shape(1, 12, 32, 40, 16)
     inputs = build_logit_inputs(shape)
     attended = attend(inputs, shape)
-    found, _, _ = run(inputs, attended, Launcher(FOLDER))
-    again, _, faults = run(move_into_longer_call(inputs), attended, Launcher(FOLDER))
+    found, _, _ = run(inputs, attended, Launcher())
+    again, _, faults = run(move_into_longer_call(inputs), attended, Launcher())
     assert faults.errors == NO_ERRORS, faults
     assert ((found.probabilities == again.probabilities) | ~find_seen(shape)).all()
 
@@ -187,7 +186,7 @@ def test_maps_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call() ->
 def test_shared_memory_has_few_bank_conflicts(case: Case) -> None:
     shape = case.adapt(Shape(1, 16, 32, 128, 0))
     inputs = build_logit_inputs(shape)
-    _, _, faults = run(inputs, attend(inputs, shape), Launcher(FOLDER), case)
+    _, _, faults = run(inputs, attend(inputs, shape), Launcher(), case)
     assert faults.clocks < 1.1 * faults.accesses
 
 
@@ -204,11 +203,10 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "cuda"
-    plant_fault(folder, *FAULTS[name])
+    fault = plant_fault(tmp_path / "cuda", "LogitGradient", *FAULTS[name])
     is_local = name in ("a wrong first column", "stores left of the map")
     shape = Shape(1, 16, 32, 64, 0, 40 if is_local else None)
     inputs = build_logit_inputs(shape)
     attended = attend(inputs, shape)
-    found, sums, faults = run(inputs, attended, Launcher(folder))
+    found, sums, faults = run(inputs, attended, Launcher(fault))
     assert faults.errors != NO_ERRORS or find_error_ratio(found, sums, inputs, attended, shape) > 1

@@ -40,7 +40,7 @@ from torch.nn.functional import pad
 from megatron.kernels.cdape_attention import logit_kernels, mixer, mixer_chunks
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.chunks import list_chunks
-from megatron.kernels.cdape_attention.geometry import FOLDER, KernelFamily, KernelForm, choose_kernel
+from megatron.kernels.cdape_attention.geometry import KernelFamily, KernelForm, choose_kernel
 from megatron.kernels.cdape_attention.layer_terms import build_problems
 from megatron.kernels.cdape_attention.logit_kernels import LogitGradients
 from megatron.kernels.cdape_attention.mixer import ChunkInputs, MixerGradients, differentiate_mixer
@@ -193,7 +193,7 @@ def compute_truth(inputs: ChunkInputs, dlogits: Tensor, shape: Shape) -> dict[st
 
 @pytest.fixture(scope="module")
 def launcher() -> Launcher:
-    return Launcher(FOLDER)
+    return Launcher()
 
 
 @pytest.mark.parametrize("case", [*CASES, LINEAR_CASE], ids=str)
@@ -219,7 +219,7 @@ def test_gradients_where_windows_and_documents_begin_are_those_of_float64(case: 
 def check_gradients(case: Case, shape: Shape, seed: int = 0) -> None:
     shape = case.adapt(shape)
     inputs, dlogits = build_inputs(shape, seed)
-    found, faults = run(inputs, dlogits, Launcher(FOLDER), case)
+    found, faults = run(inputs, dlogits, Launcher(), case)
     assert faults.errors == NO_ERRORS, faults
     for name, (true, bound) in compute_truth(inputs, dlogits, shape).items():
         error = (found[name].double() - true).abs()
@@ -230,7 +230,7 @@ def check_gradients(case: Case, shape: Shape, seed: int = 0) -> None:
 def test_the_order_of_warps_changes_no_bit(launcher: Launcher, case: Case) -> None:
     inputs, dlogits = build_inputs(case.adapt(Shape(1, 12, 32, 72, 0)))
     found, _ = run(inputs, dlogits, launcher, case)
-    again, faults = run(inputs, dlogits, Launcher(FOLDER, backwards=True), case)
+    again, faults = run(inputs, dlogits, Launcher(backwards=True), case)
     assert faults.errors == NO_ERRORS
     assert all(torch.equal(found[name], again[name]) for name in found)
 
@@ -253,28 +253,30 @@ def test_shared_memory_has_few_bank_conflicts(launcher: Launcher, case: Case) ->
     assert faults.clocks < 1.1 * faults.accesses
 
 
+SCORES, WEIGHTS = ", true, false>", ", false, true>"
+"""Ends of the names of the kernels for dS and for the weights' gradients, one of which has each fault."""
 FAULTS = {
-    "a missing barrier": ("first);\n    barrier(memory);\n    if", "first);\n    if"),
-    "a wrong lane": ("a[1] = transpose_8x8(x[2]);", "a[1] = transpose_8x8(x[1]);"),
-    "a wrong edge": ("j >= 0 && j + x <= last", "j >= 0 && j + x <= last + 1"),
-    "a wrong distance": ("- (G::COLUMNS - 1);", "- G::COLUMNS;"),
-    "copies in flight": ("    else wait_for_copies(c.dlogits);\n", ""),
+    "a missing barrier": (WEIGHTS, "first);\n    barrier(memory);\n    if", "first);\n    if"),
+    "a wrong lane": (WEIGHTS, "a[1] = transpose_8x8(x[2]);", "a[1] = transpose_8x8(x[1]);"),
+    "a wrong edge": (SCORES, "j >= 0 && j + x <= last", "j >= 0 && j + x <= last + 1"),
+    "a wrong distance": (SCORES, "- (G::COLUMNS - 1);", "- G::COLUMNS;"),
+    "copies in flight": (WEIGHTS, "    else wait_for_copies(c.dlogits);\n", ""),
 }
 LOCAL_FAULTS = {
-    "a gradient beyond the window": ("select(j + x >= begin, v.x[x]", "select(j + x >= begin - 1, v.x[x]"),
-    "a gradient before the document": ("gradient[n][x] = select(is_inside,", "gradient[n][x] = select(true,"),
-    "hidden values before the document": ("hidden[n][x] = select(is_inside,", "hidden[n][x] = select(true,"),
-    "E among distances": ("select(T::is_at_edge(places, r, hidden_column + jj)", "select(false"),
-    "another row's edge": ("T::locate_edge(places.row[r],", "T::locate_edge(places.of_row[r],"),
-    "a wrong last tile": ("MASKED && tile + 1 == c.tiles.end", "MASKED && tile == c.tiles.end"),
-    "what was before": ("      Inputs::clear_columns(c);\n", ""),
-    "stores left of the map": ("is_stored = is_stored && j >= 0;", ""),
+    "a gradient beyond the window": (WEIGHTS, "select(j + x >= begin, v.x[x]", "select(j + x >= begin - 1, v.x[x]"),
+    "a gradient before the document": (SCORES, "gradient[n][x] = select(is_inside,", "gradient[n][x] = select(true,"),
+    "hidden values before the document": (WEIGHTS, "hidden[n][x] = select(is_inside,", "hidden[n][x] = select(true,"),
+    "E among distances": (SCORES, "select(T::is_at_edge(places, r, hidden_column + jj)", "select(false"),
+    "another row's edge": (SCORES, "T::locate_edge(places.row[r],", "T::locate_edge(places.of_row[r],"),
+    "a wrong last tile": (SCORES, "MASKED && tile + 1 == c.tiles.end", "MASKED && tile == c.tiles.end"),
+    "what was before": (WEIGHTS, "      Inputs::clear_columns(c);\n", ""),
+    "stores left of the map": (SCORES, "is_stored = is_stored && j >= 0;", ""),
 }
 SLICE_FAULTS = {
-    "another slice's widths": ("before[0][r] = slice % 2 ? before[1][r] : before[0][r];", ""),
-    "another slice's distances": ("group, first_step);", "group, 0);"),
-    "another slice's place": ("c.slice * N_TILES + fragment % N_TILES", "fragment % N_TILES"),
-    "without earlier slices": ("else if (!EDGE) add_words(sum, others[jj % 4].part, unit);", ""),
+    "another slice's widths": (WEIGHTS, "before[0][r] = slice % 2 ? before[1][r] : before[0][r];", ""),
+    "another slice's distances": (SCORES, "group, first_step);", "group, 0);"),
+    "another slice's place": (WEIGHTS, "c.slice * N_TILES + fragment % N_TILES", "fragment % N_TILES"),
+    "without earlier slices": (SCORES, "else if (!EDGE) add_words(sum, others[jj % 4].part, unit);", ""),
 }
 LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 96, 160, 128, frozenset({226, 240}))
 ONE_TOKEN_DOCUMENTS = Shape(1, 16, 32, 16, 0, None, frozenset(range(1, 16)))
@@ -289,12 +291,11 @@ def find_fault_shape(name: str) -> Shape:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS, *SLICE_FAULTS])
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "cuda"
-    plant_fault(folder, *(FAULTS | LOCAL_FAULTS | SLICE_FAULTS)[name])
+    fault = plant_fault(tmp_path / "cuda", *(FAULTS | LOCAL_FAULTS | SLICE_FAULTS)[name])
     case = SEVEN_TAPS if name in SLICE_FAULTS else CASES[0]
     shape = case.adapt(find_fault_shape(name))
     inputs, dlogits = build_inputs(shape)
-    found, faults = run(inputs, dlogits, Launcher(folder), case)
+    found, faults = run(inputs, dlogits, Launcher(fault), case)
     truth = compute_truth(inputs, dlogits, shape)
     is_wrong = any(not ((found[key].double() - true).abs() <= bound).all() for key, (true, bound) in truth.items())
     assert is_wrong or faults.errors != NO_ERRORS
@@ -406,7 +407,7 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
     biases = torch.cat([x.bias_table for x in operands])
     packed = PackedWeights(*(torch.cat(pair) for pair in zip(*(x.weights for x in operands), strict=True)))
     problems = build_problems(product, contributions, biases, packed, residual_bias=True)
-    launcher = Launcher(FOLDER)
+    launcher = Launcher()
     monkeypatch.setattr(mixer_chunks, "launch_kernel", launcher)
     kernels = (
         CASES[0].build(mixer.SCORE_GRADIENT_KERNELS, calls[0]),

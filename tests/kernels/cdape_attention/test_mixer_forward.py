@@ -32,7 +32,6 @@ from mixer_emulation import (
 )
 from torch import Tensor
 
-from megatron.kernels.cdape_attention.geometry import FOLDER
 from megatron.kernels.cdape_attention.logit_kernels import LOGIT_KERNELS, compute_logits
 from megatron.kernels.cdape_attention.mixer import ChunkInputs
 
@@ -74,7 +73,7 @@ def test_logits_are_those_of_float64_and_no_access_is_wrong(
 def check_logits(case: Case, shape: Shape, seed: int = 0, *, residual_bias: bool = True) -> None:
     shape = case.adapt(shape)
     inputs = build_logit_inputs(shape, seed, residual_bias=residual_bias)
-    found, faults = run(inputs, case, Launcher(FOLDER))
+    found, faults = run(inputs, case, Launcher())
     assert faults.errors == NO_ERRORS, faults
     assert is_correct(found, inputs, shape)
 
@@ -96,8 +95,8 @@ def test_logits_where_windows_and_documents_begin_are_those_of_float64(case: Cas
 def test_the_order_of_warps_changes_no_bit(case: Case) -> None:
     shape = case.adapt(Shape(1, 12, 32, 72, 0))
     inputs = build_logit_inputs(shape)
-    found, _ = run(inputs, case, Launcher(FOLDER))
-    again, faults = run(inputs, case, Launcher(FOLDER, backwards=True))
+    found, _ = run(inputs, case, Launcher())
+    again, faults = run(inputs, case, Launcher(backwards=True))
     assert faults.errors == NO_ERRORS
     seen = find_seen(shape)
     assert torch.equal(found.masked_fill(~seen, 0.0), again.masked_fill(~seen, 0.0))
@@ -105,7 +104,7 @@ def test_the_order_of_warps_changes_no_bit(case: Case) -> None:
 
 @pytest.mark.parametrize("case", FORWARD_CASES, ids=str)
 def test_shared_memory_has_few_bank_conflicts(case: Case) -> None:
-    _, faults = run(build_logit_inputs(case.adapt(Shape(1, 16, 32, 128, 0))), case, Launcher(FOLDER))
+    _, faults = run(build_logit_inputs(case.adapt(Shape(1, 16, 32, 128, 0))), case, Launcher())
     # The window of seven taps has another stride, which conflicts a little more.
     assert faults.clocks < (1.12 if case.taps > 5 else 1.1) * faults.accesses
 
@@ -113,8 +112,8 @@ def test_shared_memory_has_few_bank_conflicts(case: Case) -> None:
 @pytest.mark.parametrize("shape", [Shape(1, 9, 20, 40, 16), Shape(1, 12, 32, 72, 64, 33)])
 def test_logits_are_the_same_among_several_layers_in_a_chunk_of_a_longer_call(shape: Shape) -> None:
     inputs = build_logit_inputs(shape)
-    found, _ = run(inputs, FORWARD_CASES[0], Launcher(FOLDER))
-    again, faults = run(move_into_longer_call(inputs), FORWARD_CASES[0], Launcher(FOLDER))
+    found, _ = run(inputs, FORWARD_CASES[0], Launcher())
+    again, faults = run(move_into_longer_call(inputs), FORWARD_CASES[0], Launcher())
     assert faults.errors == NO_ERRORS, faults
     assert ((found == again) | ~find_seen(shape)[..., shape.left :]).all()
 
@@ -124,7 +123,7 @@ def test_large_numbers_saturate() -> None:
     inputs = build_logit_inputs(shape)
     operands = replace(inputs.operands, contributions=inputs.operands.contributions * 1e6)
     inputs = inputs._replace(operands=operands, queries=inputs.queries * 1e5)
-    found, _ = run(inputs, FORWARD_CASES[0], Launcher(FOLDER))
+    found, _ = run(inputs, FORWARD_CASES[0], Launcher())
     assert (found.isfinite() | ~find_seen(shape)).all()
 
 
@@ -166,11 +165,10 @@ LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 96, 160, 128, frozenset({226, 240}))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAULTS, *LOCAL_FAULTS, *WIDE_FAULTS])
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "cuda"
-    plant_fault(folder, *(FAULTS | LOCAL_FAULTS | WIDE_FAULTS)[name])
+    fault = plant_fault(tmp_path / "cuda", "MixerForward", *(FAULTS | LOCAL_FAULTS | WIDE_FAULTS)[name])
     case = CASES[int(name in FAULTS)]  # with two groups of columns, and a head dimension that is no multiple of 32
     case = WIDE_CASES[0] if name in WIDE_FAULTS else case
     shape = case.adapt(LOCAL_FAULT_SHAPE if name in LOCAL_FAULTS else Shape(1, 16, 32, 64, 0))
     inputs = build_logit_inputs(shape)
-    found, faults = run(inputs, case, Launcher(folder))
+    found, faults = run(inputs, case, Launcher(fault))
     assert faults.errors != NO_ERRORS or not is_correct(found, inputs, shape)
