@@ -2,6 +2,7 @@
 
 import io
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -230,6 +231,8 @@ def _join_method_names(names: Sequence[str]) -> str:
 
 # matplotlib imports slowly, so it is imported inside functions.
 
+MAX_SHOWN_STEP, MAX_SHOWN_VALUE = 1.6, 10.0
+"""Ends of the scatter plot's axes: duration relative to the median, and perplexity relative to the lowest."""
 MAX_CROWDED_NAMES = 30
 """Maximum number of methods for labels on all points; otherwise only shown methods and the frontier have labels."""
 
@@ -308,6 +311,7 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     points = list_cost_points(board)
     if not points:
@@ -318,13 +322,20 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     frontier = find_frontier(points)
     by_name = {name: (step, value) for name, step, value in points}
     named = set(by_name) if len(points) <= MAX_CROWDED_NAMES else {*frontier, *board.list_shown_methods()}
+    steps, values = zip(*by_name.values(), strict=True)
+    ends = MAX_SHOWN_STEP * statistics.median(steps), MAX_SHOWN_VALUE * min(values)
+    for name, point in by_name.items():
+        by_name[name], marker = limit_point(point, ends)
+        color = "#0072B2" if name in frontier else "0.55"
+        axes.plot(*by_name[name], marker=marker, markersize=4, color=color)
     axes.plot(*zip(*(by_name[name] for name in frontier), strict=True), color="0.6", linewidth=1, zorder=0)
-    for name, (step, value) in by_name.items():
-        axes.plot([step], [value], marker="o", markersize=4, color="#0072B2" if name in frontier else "0.55")
-    values = [value for _, _, value in points]
     if max(values) > 4 * min(values):
         axes.set_yscale("log")
-    axes.set_xlabel(f"duration of a training step, {board.leaderboard.baseline} = 1")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    beyond = "\n(triangles: beyond the axes)" if max(steps) > ends[0] or max(values) > ends[1] else ""
+    axes.set_xlabel(f"duration of a training step, {board.leaderboard.baseline} = 1{beyond}")
     axes.set_ylabel(f"perplexity at {board.largest}")
     axes.grid(color="0.92", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -332,6 +343,12 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
+
+
+def limit_point(point: tuple[float, float], ends: tuple[float, float]) -> tuple[tuple[float, float], str]:
+    """Return a point moved to the ends of the axes if it lies beyond them, and its marker, which points outward."""
+    marker = ">" if point[0] > ends[0] else "^" if point[1] > ends[1] else "o"
+    return (min(point[0], ends[0]), min(point[1], ends[1])), marker
 
 
 def annotate_points(axes: Any, points: Mapping[str, tuple[float, float]], *, font_size: float) -> None:

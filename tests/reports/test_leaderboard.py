@@ -16,7 +16,7 @@ from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_benchmarks import RankedBenchmark
-from megatron.reports.leaderboard_summary import annotate_points, build_answers, find_frontier
+from megatron.reports.leaderboard_summary import annotate_points, build_answers, find_frontier, limit_point
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.records import Record, record_from_row, write_records
@@ -454,3 +454,17 @@ def test_names_of_near_points_do_not_cover_each_other() -> None:
     boxes = [text.get_window_extent() for text in names]
     assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
     assert len(axes.texts) - len(names) == 4, "each moved name has a line to its point"
+
+
+@pytest.mark.parametrize(
+    ("point", "limited", "marker"),
+    [
+        ((1, 9), (1, 9), "o"),
+        ((2, 10), (2, 10), "o"),
+        ((3, 9), (2, 9), ">"),
+        ((1, 11), (1, 10), "^"),
+        ((3, 11), (2, 10), ">"),
+    ],
+)
+def test_points_beyond_the_axes_are_drawn_at_their_ends(point, limited, marker) -> None:
+    assert limit_point(point, (2, 10)) == (limited, marker)
