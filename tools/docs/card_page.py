@@ -103,7 +103,7 @@ def describe_use_of_context(records: Sequence[Record]) -> str:
     counts = Counter(gain.verdict for gain in gains)
     first = gains[0]
     others = [gain.method for gain in gains if "(" in gain.method]  # such as rotary (yarn), an evaluation of rotary
-    counted = f" (counting {', '.join(others)})" if others else ""
+    counted = f" (including {', '.join(others)})" if others else ""
     text = (
         f"Measured on the leaderboard's text, from {first.base_length:,} to {first.length:,} bytes of context "
         f"([definition](evaluation.md#use-of-context)): of {len(gains)} methods{counted}, "
