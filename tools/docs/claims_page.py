@@ -49,9 +49,9 @@ INTRODUCTION = """# Claims of the papers
 
 <!-- Written by `make docs` from tools/docs/claims.yml and docs/results: change those, not this page. -->
 
-Each row is a claim of a paper that is a comparison of two numbers, with the published ratio and ours. Ratios below 1
-are in favor of the claim. **Everything here is at one small size**, which [the last table](#records) states for each
-record. A verdict holds for this size, text and learning rate, and for no other.
+Each row is a claim of a paper that compares two numbers, with the published ratio and ours. Ratios below 1 are in favor
+of the claim. **Everything here is at one small size**, which [the last table](#records) states for each record. A
+verdict holds for this size, text and learning rate, and for no other.
 
 - **reproduced**, **contradicted**: the difference is significant, in the direction of the claim or against it.
 - **undecided**: it is not significant, or there is one seed.
@@ -60,17 +60,17 @@ record. A verdict holds for this size, text and learning rate, and for no other.
   decides anything.
 - **not tested**: there is no record.
 
-Ours is the geometric mean of the ratios of equal seeds (for accuracies the mean difference in points), with the 95% t
+*Ours* is the geometric mean of the ratios of equal seeds (for accuracies the mean difference in points), with its 95% t
 interval, which is not corrected. p is from a paired two-sided t-test, corrected by Holm over the {tests} tests of this
-page, so a claim may be undecided although its interval excludes no difference. *Seeds* is the number with which this
-test would find a difference of the measured size with a probability of {power:.0%}, at the level {level} that the
-smallest p of the page must reach. It follows from the deviation of few seeds, so it is rough. It is not computable from
-one seed.
+page, so a claim may be undecided although its interval excludes 1. *Seeds* is the number of seeds with which this test
+would find a difference of the measured size with a probability of {power:.0%}, at the level {level} that the smallest p
+of the page must reach. It is estimated from the deviation of few seeds, so it is rough; one seed gives no estimate.
 
 *Set since* names the keys that the experiment's file sets now and that the record was trained without, except for keys
-without effect on its methods. A record proves this itself: its run is named by a hash of the keys that decide a
-training (`tools/docs/record_configuration.py`). Keys that do not define the method (`weight_decay`, `decay_positions`)
-leave a verdict, for the settings of the record. *unknown*: the record has no such hash, or no keys explain it.
+without effect on its methods. They are found by comparing hashes: a record's run is named by a hash of the keys that
+decide a training (`tools/docs/record_configuration.py`). If such keys do not define the method (`weight_decay`,
+`decay_positions`), the claim keeps its verdict, for the settings of the record. *unknown*: the record has no such hash,
+or no keys explain it.
 """
 
 
