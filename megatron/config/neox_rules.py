@@ -113,7 +113,7 @@ class Alias(SingleKeyRule):
         return [[f"`{self.key}`", f"`{self.farfield_key}`{self._describe_values()}"]]
 
     def _describe_offset(self) -> str:
-        return f" - {self.offset}" if self.offset else ""
+        return f" (value + {self.offset})" if self.offset else ""
 
     def _describe_values(self) -> str:
         switched = ", {} or {}".format(*map(format_value, self.switch_values)) if self.switch_values else ""

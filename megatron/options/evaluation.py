@@ -136,7 +136,10 @@ Depths = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_p
 
 
 WINDOW_FIELD = config_field(
-    None, "attention window: number of last keys, including the token's own", ge=1, le=MAX_LENGTH
+    None,
+    "attention window: number of last keys, including the token's own; the run's own if absent",
+    ge=1,
+    le=MAX_LENGTH,
 )
 TEMPERATURE_FIELD = config_field(
     None,

@@ -215,7 +215,7 @@ class ModelOptions(ConfigSection):
         True,
         "in training on a GPU, use torch.compile for the operations between matrix products and attention: biases, "
         "residual sums, norms, activations, rotation, the loss; if false, they run one by one, as they always do on a "
-        "CPU, in evaluation and under ZeRO 3",
+        "CPU and in evaluation (docs/gpu.md lists further exceptions)",
         policy="machine",
     )
     attention_chunk_rows: int = config_field(

@@ -260,16 +260,16 @@ class TrainingOptions(ConfigSection):
     eval_at_start: bool = config_field(False, "also validate before the first step", policy="output")
     max_bad_steps: int = config_field(
         3,
-        "consecutive steps with a non-finite loss that are skipped before the run stops or rolls back",
+        "consecutive steps with non-finite gradients, which are skipped, after which the run stops or rolls back",
         ge=1,
         le=MAX_STEPS,
         policy="output",
     )
     on_bad_loss: Literal["skip", "rollback", "stop"] = config_field(
         "skip",
-        "reaction to non-finite losses, whose steps never update weights; skip: end the run after max_bad_steps in a "
-        "row; stop: end it after the first; rollback: after max_bad_steps in a row, or a spike, resume from the last "
-        "complete checkpoint and skip the data that caused it",
+        "reaction to steps with non-finite gradients, which never update weights; skip: end the run after "
+        "max_bad_steps in a row; stop: end it after the first; rollback: after max_bad_steps in a row, or a spike, "
+        "resume from the last complete checkpoint and skip the data read since",
         policy="numerics",
     )
     loss_spike: float | None = config_field(
