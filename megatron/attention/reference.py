@@ -96,7 +96,8 @@ def compute_tables_of_layers(
 def precompute_terms(inputs: AttentionInputs) -> AttentionInputs:
     """Return the inputs with the terms that all row blocks share: the table and the processor's bias contribution.
 
-    The contribution is omitted if keys before a row are hidden, or if sequences do not begin at column 0.
+    The contribution is omitted if rows do not see all keys from column 0 to their own (a mask, documents, a window or a
+    cache that dropped keys), if the bias includes gates, or if positions are sampled.
     """
     table = inputs.table or compute_table(inputs.encoding, inputs.query, inputs.key, inputs.q.device)
     bias = None if table is None else table.bias
@@ -270,7 +271,7 @@ def compute_row_sums(
 
 
 def compute_following_row_sums(inputs: AttentionInputs) -> Tensor:
-    """Compute the sums for the rows that follow these rows."""
+    """Compute the sums of `row_terms` over these rows and all rows above, for the row after them: float32 [B, C]."""
     rows = inputs.prepend_preceding_rows()
     following = replace(rows.query, start=rows.query.stop, length=0)
     none = replace(rows, q=rows.q[:, :, :0], query=following, preceding_q=rows.q)

@@ -160,14 +160,14 @@ def drop_keys(segments: Sequence[Segment], count: int) -> tuple[Segment, ...]:
 
 
 def select_chunks(
-    segments: Sequence[Segment], chunks: Sequence[tuple[int, int]], *, join_neighbours: bool = True
+    segments: Sequence[Segment], chunks: Sequence[tuple[int, int]], *, join_adjacent: bool = True
 ) -> tuple[Segment, ...]:
     """Return the parts of the segments in some columns, given as (first, length) of each chunk.
 
     The result is as for a forward pass with only those columns.
 
     Args:
-        join_neighbours: join adjacent chunks. Must be False if only some of the ranks that shard parameters (ZeRO-3)
+        join_adjacent: join adjacent chunks. Must be False if only some of the ranks that shard parameters (ZeRO-3)
             have adjacent chunks, because all ranks must call the modules of a layer equally often.
     """
     selected: list[Segment] = []
@@ -180,7 +180,7 @@ def select_chunks(
             column = place + start - first
             if start < stop:
                 # Earlier tokens fill the columns before it, so only the row needs to be compared.
-                if join_neighbours and parts and parts[-1][1] == start:
+                if join_adjacent and parts and parts[-1][1] == start:
                     parts[-1] = (parts[-1][0], stop, parts[-1][2])
                 else:
                     parts.append((start, stop, column))

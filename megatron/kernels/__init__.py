@@ -1,8 +1,8 @@
 """Triton kernels, and C kernels for CPUs, with one folder per op.
 
-A folder holds its kernels and the operators around them in `op.py`; in `bias`, one module per op has both.
-`configs.py` has the tile sizes, and `aot_configs.py` the configurations that `python -m megatron.kernels.compile`
-compiles. A README has the derivation.
+A folder contains kernels, the operator that launches them (`op.py`), tile sizes (`configs.py`), the configurations that
+`python -m megatron.kernels.compile` compiles (`aot_configs.py`), and a README with the derivation. In `bias`, each
+module has the kernels and the operator of one op.
 `cdape_attention` has two operators: `op.py` for GPUs, and `cpu.py` for the C code of `native/`; `args.py` describes the
 arguments of both.
 

@@ -257,7 +257,7 @@ class PositionedAttention(MegatronModule):
         if shares_rows:
             chunks = list_context_chunks(q.shape[2], self.groups.mesh.tensor)
             # Rank 0's chunks are apart; those of the last rank are adjacent.
-            segments = select_chunks(segments, chunks, join_neighbours=not self._is_sharded_by_zero3)
+            segments = select_chunks(segments, chunks, join_adjacent=not self._is_sharded_by_zero3)
             heads = ALL_HEADS
             if queries is None:
                 q = exchange_heads_for_rows(q, self.groups)

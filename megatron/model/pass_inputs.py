@@ -180,7 +180,7 @@ class SegmentBuilder:
         capacity = None if kv_cache is None else kv_cache.capacity
         restarted = restart_positions(starts, columns, device, segments, capacity)
         if context.size > 1:
-            segments = select_chunks(segments, chunks, join_neighbours=False)
+            segments = select_chunks(segments, chunks, join_adjacent=False)
         if self.max_length is not None and restarted.position_limit > self.max_length:
             raise UserError(
                 f"the model has {self.max_length} positions, but a document has {restarted.position_limit} tokens"

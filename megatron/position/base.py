@@ -25,39 +25,40 @@ class FireParameters(NamedTuple):
     """
 
     c: Tensor
-    """[1]."""
+    """Rate c of the logarithm, [1]."""
     multiplier: Tensor
-    """[1]."""
+    """Multiplier of the threshold L, [1]."""
     weight1: Tensor
-    """[W, 1]."""
+    """Weight of the first layer of f, [W, 1]."""
     bias1: Tensor
-    """[W]."""
+    """Bias of the first layer of f, [W]."""
     weight2: Tensor
-    """[H, W]."""
+    """Weight of the second layer of f, [H, W]."""
     bias2: Tensor
-    """[H]."""
+    """Bias of the second layer of f, [H]."""
     half_length: float
+    """Half of the training length, in tokens."""
 
 
 class ConvolutionParameters(NamedTuple):
     """Processor S + B + Conv2(LeakyReLU(Conv1([S, B]))), with convolutions along the keys."""
 
     weight1: Tensor
-    """[W, 2H, 1, k], scores first; [W, H, 1, k] without a bias."""
+    """Weight of Conv1, [W, 2H, 1, k] with the channels of the scores first; [W, H, 1, k] if there is no bias B."""
     bias1: Tensor
-    """[W]."""
+    """Constant of Conv1, [W]."""
     weight2: Tensor
-    """[H, W, 1, k]."""
+    """Weight of Conv2, [H, W, 1, k]."""
     bias2: Tensor
-    """[H]."""
+    """Constant of Conv2, [H]."""
     residual_bias: bool
     """True if B is added to the result."""
     is_linear: bool = False
     """True without LeakyReLU between the convolutions."""
     bias_map: Tensor | None = None
-    """[H, H]: difference from the identity of a map between the heads, which B passes first; or None."""
+    """Map between the heads that is applied to B first, as its difference from the identity, [H, H]; or None."""
     head_map: Tensor | None = None
-    """[H, H]: difference from the identity of a map between the heads, of the weights after the softmax; or None."""
+    """Map between the heads of the weights after the softmax, as its difference from the identity, [H, H]; or None."""
 
 
 KernelParameters = FireParameters | ConvolutionParameters

@@ -86,7 +86,7 @@ class MethodFacts:
 
     @property
     def takes_any_positions(self) -> bool:
-        """See `Encoding.takes_any_positions`."""
+        """True if positions may come in any order and repeat (`Encoding.takes_any_positions`)."""
         return self.hooks <= set(ORDER_FREE_HOOKS)
 
     @property

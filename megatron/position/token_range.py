@@ -89,7 +89,7 @@ class TokenRange:
 
     @property
     def known_length(self) -> int:
-        """Final length of the sequence, as far as known."""
+        """Final length of the sequence in tokens, or the end of the range if it is unknown."""
         return self.stop if self.sequence_length is None else self.sequence_length
 
     @property

@@ -52,7 +52,7 @@ PLACES = {
     "documents, decoding": (split_documents(STARTS, LENGTH - 5), 2),
     "the last tokens": (select_last_tokens(split_documents(STARTS), LENGTH, 7), 2),
     "a rank's chunks": (concatenate_ranges([TokenRange(6, 6), TokenRange(12, 6)]), 2),
-    "a rank's chunks of documents": (select_chunks(mask_documents(STARTS, 0, CPU), CHUNKS, join_neighbours=False), 2),
+    "a rank's chunks of documents": (select_chunks(mask_documents(STARTS, 0, CPU), CHUNKS, join_adjacent=False), 2),
 }  # fmt: skip
 
 

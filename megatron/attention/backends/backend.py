@@ -52,8 +52,9 @@ UNSUPPORTED_REASONS = {
     processor without kernel    a score processor without a form that kernels support
     head maps                   a score processor with linear maps between the heads
     bias                        a term added to the scores or multiplied into them
-    matrix, kernel matrix       a bias with an entry for each row and column; kernels support the latter
-    contextual                  a bias that depends on the queries
+    matrix                      a bias with an entry for each row and column
+    kernel matrix               such a bias in a form that kernels compute (FIRE)
+    contextual                  terms computed from queries and keys
     gate                        a term per row and a term per key, computed from the layer's input
     weight                      a matrix multiplied into the scores
     sink                        a logit without a value, in addition to those of a row's keys

@@ -64,7 +64,7 @@ class CheckedDocuments:
     def split_rows(self, start: int, length: int) -> tuple[Segment, ...]:
         """Return the segments of rows start … start + length − 1 of all sequences, one per document."""
         segments = split_documents(self.starts, sample=self.sample)
-        return select_chunks(segments, [(start, length)], join_neighbours=False)
+        return select_chunks(segments, [(start, length)], join_adjacent=False)
 
     def find_borders(self, tokens: TokenRange) -> list[int]:
         """Return the rows of a segment, from 0, at which a new document of the last sequence begins."""

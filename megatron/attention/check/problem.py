@@ -391,10 +391,10 @@ class CheckProblem:
 
     @cached_property
     def logit_constants(self) -> dict[str, str]:
-        """Parameters that shift all logits of a row equally, by name, with a parameter to scale their errors.
+        """Names of parameters whose exact gradient is zero, mapped to the names of parameters that scale their errors.
 
-        This is the last constant of a processor, with its last weight. The exact gradient of the constant is zero,
-        except with a sink, which is not shifted with the logits.
+        A processor's last constant shifts all logits of a row equally, so a softmax without a sink cancels it. Its
+        gradient consists of rounding errors only, which are compared with the size of those of its last weight.
         """
         if self.processor is None or self.formula.softmax_type != "vanilla":
             return {}

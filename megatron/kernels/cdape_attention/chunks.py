@@ -96,16 +96,16 @@ class Chunk:
         return self.last - self.first
 
     def slice_rows(self, x: Tensor) -> Tensor:
-        """Return the chunk's rows of a tensor whose third dimension is of all rows."""
+        """Slice the chunk's rows from the third dimension of a tensor [·, ·, all rows, …]."""
         return x if self.rows == x.shape[2] else x[:, :, self.first : self.last]
 
     def slice_columns(self, x: Tensor) -> Tensor:
-        """Return the chunk's columns of a tensor whose third dimension is of all columns."""
+        """Slice the chunk's columns from the third dimension of a tensor [·, ·, all columns, …]."""
         is_whole = self.left == 0 and self.right == x.shape[2]
         return x if is_whole else x[:, :, self.left : self.right]
 
     def slice_row_sums(self, x: Tensor) -> Tensor:
-        """Return the chunk's rows of a tensor whose last dimension is of all rows."""
+        """Slice the chunk's rows from the last dimension of a tensor […, all rows]."""
         return x if self.rows == x.shape[-1] else x[..., self.first : self.last]
 
     @property

@@ -92,12 +92,11 @@ def backward(
     scale: float,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of q, k, v, sinks and the head map, and add the layer's others to `terms`.
+    """Return the gradients of q, k, v, sinks and the head map, and add those of tables and weights to `terms`.
 
-    Those of k and v are as from `allocate_key_gradients`.
-
-    The last chunk comes first. It has the most columns, so the other chunks reuse its memory. Sums that only it
-    contributes to need no addition.
+    The gradients of k and v have the shape and type that `allocate_key_gradients` states. The last chunk is processed
+    first. It has the most columns, so the other chunks reuse its memory. It overwrites the sums in `terms`, to which
+    the others add.
 
     Args:
         dout: gradient of the output. Its last dimension is contiguous; with a residue it has the output's strides. The

@@ -58,11 +58,11 @@ class GateBias(NamedTuple):
     keys: Tensor
     """Column terms, likewise [B, H, C]."""
     w1: Tensor
-    """[D, 2H, 1, k], contiguous like the other weights."""
+    """Weight of Conv1, [D, 2H, 1, k], contiguous like the other weights."""
     b1: Tensor
-    """[D]."""
+    """Constant of Conv1, [D]."""
     w2: Tensor
-    """[H, D, 1, k]."""
+    """Weight of Conv2, [H, D, 1, k]."""
     is_residual: bool
     """True if the bias is also added to the logits."""
 
@@ -74,11 +74,11 @@ class GateOperands(NamedTuple):
     """
 
     rows: Tensor
-    """[B, R, 32], without Conv1's constant."""
+    """Vectors of the rows, [B, R, 32], without Conv1's constant."""
     columns: Tensor
-    """[B, front + C + back, 32], including Conv1's constant."""
+    """Vectors of the columns, [B, front + C + back, 32], including Conv1's constant."""
     edge: Tensor
-    """[B, R, 4p, 32]."""
+    """E, the exceptions of each row, [B, R, 4p, 32]."""
     bias: Tensor
     """Bias of the logits by column, [B, 16, front + C + back].
 

@@ -29,7 +29,7 @@ class AttentionOutput(NamedTuple):
     """Results of the forward pass, which the backward pass reads."""
 
     output: Tensor
-    """[B, H, R, d], laid out as activations [R, B, H, d]."""
+    """Output, [B, H, R, d], laid out as activations [R, B, H, d]."""
     stats: Tensor
     """Maximum and sum of exponentials of the softmax, float32 [2, B, H, R]."""
     residue: Tensor | None
@@ -74,7 +74,7 @@ def launch_softmax(
 
 
 def get_head_strides(x: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of [B, H, R, d] but the last."""
+    """Return the strides of the first three dimensions of a tensor [B, H, R, d]."""
     assert x is not None
     return x.stride()[:3]
 
@@ -100,7 +100,9 @@ def average_values(
 
 
 def differentiate_sinks(sinks: Tensor, stats: Tensor, means: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """Return the gradient of the sinks, [H]: as for any key P ∘ (0 − Σ P ∘ dP), summed over all rows.
+    """Return the gradient of the sinks, [H]: the sum of −P_sink · Σ P ∘ dP over all rows.
+
+    As for any key it is P ∘ (dP − Σ P ∘ dP), with dP = 0 because a sink has no value.
 
     Args:
         sinks, stats, means: the sinks [H], statistics of the softmax [2, B, H, R], and Σ P ∘ dP of each row [B, H, R].
@@ -138,12 +140,14 @@ def differentiate_scores(
     *,
     is_only: bool,
 ) -> None:
-    """Write the gradient of the chunk's queries, and add that of the keys of its columns, or overwrite it if `is_only`.
+    """Compute the chunk's gradients of queries and keys from those of its scores.
 
     Args:
-        dscores: map [B, H, R, C]; masked entries are not read.
-        inputs: scaled queries [B, H, rows, d] and keys [B, H, columns, d], contiguous.
-        gradients: those of queries, alike, and of keys, [B·H, columns, d].
+        dscores: dS, [B, H, R, C]; masked entries are not read.
+        inputs: scaled queries [B, H, all rows, d] and keys [B, H, all columns, d], contiguous.
+        gradients: gradients to write: of queries, [B, H, all rows, d], and of keys, [B·H, all columns, d].
+        scale: factor of q·k.
+        is_only: True to overwrite the gradient of the chunk's keys, False to add to it.
     """
     (scaled, k), (dq, dk) = inputs, gradients
     batch, heads, rows, dim = scaled.shape

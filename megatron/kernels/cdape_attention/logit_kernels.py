@@ -139,9 +139,9 @@ class SoftmaxChunk(NamedTuple):
     """Inputs and results of a chunk's softmax."""
 
     values: Tensor
-    """[B, H, C or more, d]; the last two dimensions are contiguous."""
+    """Values, [B, H, C or more, d]; the last two dimensions are contiguous."""
     output: Tensor
-    """[B, H, R, d]; the last dimension is contiguous."""
+    """Output of the forward pass, [B, H, R, d]; the last dimension is contiguous."""
     residue: Tensor
     """Rounding error of the output, in its type and with its strides."""
     doutput: Tensor

@@ -32,7 +32,7 @@ BACKWARD_KERNELS = (logit_kernels.LOGIT_GRADIENT_KERNELS, mixer.SCORE_GRADIENT_K
 
 
 def list_backward_kernels(problem: CdapeProblem) -> tuple[KernelFamily, ...]:
-    """Return the kernels of the backward pass. With a map after the softmax, that for P and dL is another one."""
+    """Return the CUDA kernels of the backward pass; the one for P and dL is omitted if a map follows the softmax."""
     return BACKWARD_KERNELS if problem.head_map is None else BACKWARD_KERNELS[1:]
 
 
@@ -141,7 +141,7 @@ def differentiate_mixer_of_chunk(
     shared: mixer.SharedTables | None = None,
     of_rows: mixer.RowGradients | None = None,
 ) -> mixer.MixerGradients:
-    """Write visible dS over P, and return the chunk's gradients of tables and weights.
+    """Overwrite P with dS in visible columns, and return the chunk's gradients of tables and weights.
 
     Args:
         kernels, shared, of_rows: as for `mixer.differentiate_mixer`.
@@ -160,7 +160,11 @@ def differentiate_mixer_of_layer(
     *,
     is_first: bool,
 ) -> None:
-    """Write visible dS over P, and add the chunk's gradients of tables and weights to `sums`."""
+    """Overwrite P with dS in visible columns, and add the chunk's gradients of tables and weights to `sums`.
+
+    Args:
+        is_first: True to overwrite `sums` instead.
+    """
     assert sums.mixer is not None
     # Chunks of a call write different entries, and so may calls with documents.
     is_alike = chunk.rows == problem.rows and chunk.document_starts is None

@@ -44,9 +44,9 @@ class TermSums(NamedTuple):
     """Gradients of the table and weight terms of layers, to which chunks add. Within a call, L is absent."""
 
     bias_product: Tensor
-    """float32 [L, 2p + N, D·(1 + p)], from `BiasProduct.allocate_gradient`."""
+    """Gradient of the product in `BiasProduct`, float32 [L, 2p + N, D·(1 + p)] (`BiasProduct.allocate_gradient`)."""
     bias_table: Tensor
-    """float32 [L, N, H]; [L, 0, H] without a bias."""
+    """Gradient of the bias table from the logits, float32 [L, N, H]; [L, 0, H] without a bias."""
     patches: Tensor
     """Gradients of both weights, float32 [L, 2, KC, DP]."""
     mixer: MixerSums | None = None

@@ -117,7 +117,11 @@ def differentiate_processor(
     *,
     is_first: bool,
 ) -> None:
-    """Write visible dS over P, and add the chunk's gradients of the tables to `sums`."""
+    """Overwrite P with dS in visible columns, and add the chunk's gradients of the tables to `sums`.
+
+    Args:
+        is_first: True to overwrite `sums` instead.
+    """
     padding, batch, has_bias = problem.padding, maps.scores.shape[0], problem.has_bias
     tile = problem.tile("mix_bwd", chunk.rows)
     kept_distances = tile.block_n - 2 * padding
@@ -147,7 +151,7 @@ def differentiate_processor(
 def differentiate_weights(
     problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, sums: TermSums, *, is_first: bool
 ) -> None:
-    """Add the chunk's gradients of the weights to `sums`."""
+    """Add the chunk's gradients of the weights to `sums`, or overwrite it if `is_first`."""
     padding, batch = problem.padding, maps.scores.shape[0]
     tile = problem.tile("mix_bwd_dw", chunk.rows)
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on

@@ -94,7 +94,7 @@ class Rotary(Encoding):
             group: G, the number of far tokens that share one position (selfextend).
             neighbors: w; tokens nearer than this keep their positions (selfextend, rerope).
             xpos: let scores decay with the distance, fastest for fast pairs.
-            xpos_scale_base: S, the number of tokens within which the fastest pair decays by ζ = 0.29 (xpos).
+            xpos_scale_base: S, the number of tokens in which the fastest pair decays to ζ = 0.29 of its size (xpos).
         """
         super().__init__(dims)
         if not 0 < fraction <= 1:

@@ -154,7 +154,7 @@ class Mta(Processor):
                 for none.
             weights_key_kernel_size: keys of these kernels, odd; 0 for none.
             mixes_scores: also mix all heads before the softmax, after the convolution.
-            mixes_bias: mix or convolve S + B; if false, B is added unchanged afterwards.
+            mixes_bias: convolve (and mix) S + B; if false, B is added unchanged to the result for S.
             group_norm: apply an RMS norm to each head's output, with a scale per dimension shared by all heads.
             depth_scale: multiply the output by 0.2 + 0.6·exp(−0.3·layer), as Differential Transformer does.
             gate: multiply the output by a gate between 0 and 1 per head and token, computed from the output.

@@ -17,7 +17,7 @@ from megatron.position.token_range import ALL_HEADS
 
 class SsmaxPrior(Processor):
     formula = "s·log n · (S + B), n the keys that the row sees"
-    parameters_summary = "s [H], initialized to the option's value, and constant without learned"
+    parameters_summary = "s [H], initialized to the option's value, and not trained if `learned` is false"
     source = (
         "Bayesian Attention Mechanism: Bianchessi et al. 2025 (ICLR 2026), the released code with `ssmax_prior`, which "
         "its training script sets: logits are (q·k/√d + prior)·s·log n. Scalable softmax: Nakanishi 2025 (2501.19399)"

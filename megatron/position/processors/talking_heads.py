@@ -106,7 +106,7 @@ class TalkingHeads(Processor):
         Args:
             before_softmax: mix the logits.
             after_softmax: mix the weights.
-            mixes_bias: mix or convolve S + B; if false, B is added unchanged afterwards.
+            mixes_bias: mix the logits of S + B; if false, B is added unchanged after the mixing of S.
             absolute: learn the maps themselves, which weight decay pulls to zero, instead of their differences from the
                 identity.
         """

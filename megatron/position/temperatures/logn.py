@@ -14,8 +14,8 @@ class Logn(Temperature):
     source = "Su 2021 (kexue.fm/archives/8823), with a maximum, as in Qwen's use_logn_attn"
     advice = (
         "For evaluating a model that was trained without a temperature (`--attention-temperature logn`). Up to the "
-        "training length it has no effect. Beyond, it keeps the entropy of attention about the same when a row sees "
-        "more keys."
+        "training length it has no effect. Beyond that length, the entropy of attention stays about the same when a "
+        "row sees more keys."
     )
     other_names = ("log_n", "logn_attn", "use_logn_attn")
     cost = TemperatureCost()

@@ -12,7 +12,7 @@ from megatron.position.temperature import Temperature
 
 class Ssmax(Temperature):
     formula = "s·log n, n the keys that the row sees"
-    parameters_summary = "s [H], initialized to the option's value, and constant without learned"
+    parameters_summary = "s [H], initialized to the option's value, and not trained if `learned` is false"
     source = (
         "Scalable-Softmax: Nakanishi 2025 (2501.19399), softmax to the base n^s; start value and count of keys as in "
         "BAM's released code"
