@@ -7,6 +7,7 @@ import pytest
 
 from megatron.data.tasks import task_config
 from megatron.data.tasks.task import TransductionTask
+from megatron.position.catalog import list_encodings, read_encoding_facts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tasks.md"
 ROWS = {
@@ -41,3 +42,10 @@ def test_every_task_has_a_description(name: str) -> None:
     assert not kind.title.endswith(".")
     assert "(20" in kind.paper
     assert kind.__doc__
+
+
+def test_encodings_with_positions_from_a_task_are_listed() -> None:
+    (listed,) = re.findall(r"support this: ([^.]*)\.", PAGE.read_text(encoding="utf-8"))
+    facts = {name: read_encoding_facts(name) for name in list_encodings()}
+    able = {name for name, each in facts.items() if each.takes_positions and each.takes_any_positions}
+    assert set(re.findall(r"`(\w+)`", listed)) == able

@@ -24,7 +24,7 @@ from megatron.evaluation.analysis.from_bias.effective_length import (
     compute_effective_lengths,
     count_heads_within,
 )
-from megatron.position import registry, series_tails
+from megatron.position import catalog, registry, series_tails
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 
@@ -205,11 +205,25 @@ def test_heads_are_counted_up_to_each_distance() -> None:
     assert count_heads_within([math.inf], distances) == [0] * 6
 
 
+PAGE = Path(__file__).parents[3] / "docs" / "analysis.md"
+
+
+def test_documented_verdicts_match() -> None:
+    """The table in docs/analysis.md has one row for each encoding, with the verdict on its initial parameters."""
+    page = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z0-9_, ]+) \| (converges|diverges|per head|does not apply) \|", page, re.MULTILINE)
+    documented = [(name, verdict) for names, verdict in rows for name in names.split(", ")]
+    assert sorted(name for name, _ in documented if name.isidentifier()) == catalog.list_encodings()
+    for name, verdict in documented:
+        if verdict in ("converges", "diverges") and name.isidentifier():
+            assert {series.verdict for series in sum_bias_series(encoding_of(name, heads=4))} == {verdict}, name
+
+
 def test_documented_values_of_sandwich_match() -> None:
     """The table in docs/analysis.md contains Sandwich's bias at 10⁴, 10⁵ and 10⁶ keys for the first, sixth and last of
     12 heads.
     """
-    page = (Path(__file__).parents[3] / "docs" / "analysis.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^ *\| ([\d.]+) \(\w+\) \| (−[\d.]+), (−[\d.]+), (−[\d.]+) \|", page, re.MULTILINE)
     far = torch.tensor([10**4, 10**5, 10**6], dtype=torch.float64)
     bias = to_float64(encoding_of("sandwich", heads=12)).table(far).bias
