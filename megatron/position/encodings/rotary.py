@@ -7,9 +7,9 @@ and a key at j by ζ_m^((c − j)/S), so their product is multiplied by ζ_m^((i
 
     ζ_m = (2m/r + 0.4)/1.4,    S = xpos_scale_base
 
-as in the released code. c is the middle of the sequence, which keeps the factors within float32's range up to 65,536
-tokens with S = 512. Longer sequences raise an error, as do sequences of more than 4,500 tokens in float16. Pairs
-without a position under a scaling do not decay.
+as in the released code. c is the middle of the sequence, which keeps the factors within float32's range up to about
+68,000 tokens with S = 512, and within float16's up to about 4,500. Longer sequences raise an error. Pairs without a
+position under a scaling do not decay.
 """
 
 import math
