@@ -112,7 +112,16 @@ def test_fallback_to_row_blocks_is_reported_once(caplog: pytest.LogCaptureFixtur
     left_out = {
         "padding": replace(rows, key_mask=torch.ones(2, 21, dtype=torch.bool)),
         "attention_dropout with a score processor": replace(rows, dropout=1e-9),
-        "a score processor over divided heads": replace(rows, v=rows.v[:, :2], heads=slice(0, 2)),
+        "a score processor whose heads are divided among ranks": replace(rows, v=rows.v[:, :2], heads=slice(0, 2)),
+        "a cache that has dropped keys": replace(
+            rows,
+            q=rows.q[:, :, 13:],
+            k=rows.k[:, :, 8:],
+            v=rows.v[:, :, 8:],
+            query=TokenRange(13, 8),
+            key=TokenRange(8, 13),
+            window=5,
+        ),
         "randomized positions": replace(rows, query=TokenRange(0, 21, drawn), key=TokenRange(0, 21, drawn)),
         "torch.bfloat16": replace(rows, **halves),
     }

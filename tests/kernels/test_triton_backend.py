@@ -262,7 +262,8 @@ def test_fallbacks_at_run_time_are_reported_once(processor: str, device: str, ca
         for _ in range(2):
             assert torch.equal(backend(rows), RowBlockBackend(4)(rows))
     output = [record.message for record in caplog.records]
-    expected = ["padding", "randomized positions", *(["a score processor over divided heads"] if p is not None else [])]
+    divided = "a score processor whose heads are divided among ranks"
+    expected = ["padding", "randomized positions", *([divided] if p is not None else [])]
     assert output == [f"attention_backend triton: falling back to PyTorch's row blocks for {why}" for why in expected]
 
 

@@ -1,8 +1,8 @@
 """Score processors with two convolutions, computed by kernels that fuse them with attention.
 
 `triton.py` runs them on a GPU. The backend of this module is C code on a CPU: memory linear in T, several times as fast
-as row blocks. Unsupported cases (other types and devices, padding, sampled positions, divided heads) fall back to
-PyTorch's row blocks.
+as row blocks. Unsupported cases (other types and devices, padding, sampled positions, divided heads, a cache that has
+dropped keys) fall back to PyTorch's row blocks.
 """
 
 import logging
@@ -57,8 +57,10 @@ def describe_processor_fallback(inputs: AttentionInputs) -> str | None:
         return "padding"
     if inputs.dropout:
         return "attention_dropout with a score processor"
-    if inputs.v.shape[1] != inputs.q.shape[1] or inputs.key.start > 0:
-        return "a score processor over divided heads"
+    if inputs.v.shape[1] != inputs.q.shape[1]:
+        return "a score processor whose heads are divided among ranks"
+    if inputs.key.start > 0:
+        return "a cache that has dropped keys"
     if inputs.query.length < MIN_MAPPED_ROWS and inputs.processor is not None:
         convolutions = inputs.processor.kernel_parameters()
         if isinstance(convolutions, ConvolutionParameters) and convolutions.head_map is not None:
@@ -98,7 +100,7 @@ def describe_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, 
     from megatron.kernels.cdape_attention.gated_op import describe_unsupported, describe_unsupported_device
 
     if table.bias is not None or table.weight is not None:
-        return "a gate's bias and a table before a processor"
+        return "a gate's bias together with a table before a processor"
     if args.is_linear or args.head_map is not None:
         return "a gate's bias before this processor"
     heads, _, dim = inputs.q.shape[1:]
