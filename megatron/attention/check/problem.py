@@ -131,7 +131,7 @@ class CheckProblem:
         }
 
     @cached_property
-    def _drawn(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor, tuple[Tensor, ...]]:
+    def _random_tensors(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor, tuple[Tensor, ...]]:
         """Queries of each segment, keys and values in the compute type, and the gradient of each segment's output."""
         generator = torch.Generator(self.device).manual_seed(self.seed)
 
@@ -207,7 +207,7 @@ class CheckProblem:
 
     def list_inputs(self) -> list[AttentionInputs]:
         """List a backend's inputs for each segment, or for each of its documents."""
-        queries, k, v, _ = self._drawn
+        queries, k, v, _ = self._random_tensors
         results: list[AttentionInputs] = []
 
         def keep(inputs: AttentionInputs) -> Tensor:
@@ -287,7 +287,7 @@ class CheckProblem:
 
         Returns the outputs of the segments, and the gradients of queries, keys, values and parameters by name.
         """
-        queries, k, v, gradients = self._drawn
+        queries, k, v, gradients = self._random_tensors
         q_leaves = [q.detach().requires_grad_() for q in queries]
         k_leaf, v_leaf = k.detach().requires_grad_(), v.detach().requires_grad_()
         outputs = [self._attend(backend, i, q, k_leaf, v_leaf) for i, q in enumerate(q_leaves)]
@@ -322,7 +322,7 @@ class CheckProblem:
         Differentiable tensors are rebuilt at each call, so that the results can be computed under `RoundingMode`.
         """
         encoding, processor, sink = self._exact_modules
-        queries, k, v, gradients = self._drawn
+        queries, k, v, gradients = self._random_tensors
         outputs, upstream, q_leaves, k_leaves, v_leaves = [], [], [], [], []
         for heads in self.head_ranges:
             score_heads = heads if self.processor is None else ALL_HEADS

@@ -142,12 +142,14 @@ def _processor_bwd_rows(
         if MASKED:
             row_block = tl.where(step < skipped_from, step, step + skipped)
         row = row_block * BLOCK_M + pixel // BLOCK_N
-        j, place = locate_columns(row, n, R, first_row, edge_row, document_starts_ptr)
+        j, edge_index = locate_columns(row, n, R, first_row, edge_row, document_starts_ptr)
         alive = (row < R) & (j >= 0)
         pixels = (row, n, j, alive)
         origin = tl.cast(row_block * BLOCK_M, tl.int64) * (C + 1) + (first_row - first_column - top)
         if MASKED:
-            hidden = load_contribution_tile(bias_contributions_ptr, n, j, place, alive, edge_start, PADDING, D, BLOCK_D)
+            hidden = load_contribution_tile(
+                bias_contributions_ptr, n, j, edge_index, alive, edge_start, PADDING, D, BLOCK_D
+            )
         else:
             hidden = repeat_rows(line, BLOCK_M, BLOCK_N)
         of_scores = map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_H, BLOCK_M, BLOCK_N)
@@ -322,7 +324,7 @@ def _processor_bwd_dw_rows(
         if MASKED:
             row_block = tl.where(step < skipped_from, step, step + skipped)
         row = row_block * BLOCK_M + pixel // BLOCK_N
-        j, place = locate_columns(row, n, R, first_row, edge_row, document_starts_ptr)
+        j, edge_index = locate_columns(row, n, R, first_row, edge_row, document_starts_ptr)
         alive = (row < R) & (j >= 0)
         origin = tl.cast(row_block * BLOCK_M, tl.int64) * (C + 1) + (first_row - first_column - top - PADDING)
         patches = map_pointers(scores_ptr, origin, C, CHANNELS, BLOCK_KC, BLOCK_M, BLOCK_N)
@@ -332,7 +334,9 @@ def _processor_bwd_dw_rows(
             seen = seen & (channel < K * CHANNELS)[None, :]
             patch = tl.load(patches, mask=seen, other=0.0)
             output = tl.load(outputs, mask=seen, other=0.0)
-            hidden = load_contribution_tile(bias_contributions_ptr, n, j, place, alive, edge_start, PADDING, D, BLOCK_D)
+            hidden = load_contribution_tile(
+                bias_contributions_ptr, n, j, edge_index, alive, edge_start, PADDING, D, BLOCK_D
+            )
         else:
             patch = load_map_tile(patches, alive, False, K * CHANNELS, BLOCK_KC)
             output = load_map_tile(outputs, alive, False, K * CHANNELS, BLOCK_KC)

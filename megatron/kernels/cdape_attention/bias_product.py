@@ -92,8 +92,8 @@ class BiasProduct:
         pairs = []
         for column in range(padding):
             start = gradient.storage_offset() + stride * (self.offset + padding - column + first_row)
-            into = gradient.as_strided((rows, width), (stride, 1), start + width * (1 + column))
-            pairs.append((into, partial[:, :, column]))
+            target = gradient.as_strided((rows, width), (stride, 1), start + width * (1 + column))
+            pairs.append((target, partial[:, :, column]))
         return pairs
 
     def add_edge_gradient(self, gradient: Tensor, partial: Tensor, position: int, document_starts: Tensor) -> None:
@@ -107,10 +107,10 @@ class BiasProduct:
             document_starts: int32 [B, rows].
         """
         rows = torch.arange(position, position + document_starts.shape[1], device=document_starts.device)
-        places = (rows - document_starts).flatten()
+        edge_rows = (rows - document_starts).flatten()
         for column in range(self.shape.padding):
-            into = self._select_edge(gradient, column)
-            into.index_put_((places,), partial[:, :, column, : self.shape.width].flatten(0, 1), accumulate=True)
+            target = self._select_edge(gradient, column)
+            target.index_put_((edge_rows,), partial[:, :, column, : self.shape.width].flatten(0, 1), accumulate=True)
 
     def differentiate(
         self, gradient: Tensor, bias: Tensor | None, bias_weight: Tensor, dbias: Tensor

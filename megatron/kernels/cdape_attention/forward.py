@@ -52,11 +52,13 @@ def _processor_fwd_tile(
     m = pixel % BLOCK_N
     row = first + pixel // BLOCK_N
     n = top - m
-    j, place = locate_columns(row, n, R, first_row, edge_row, document_starts_ptr)
+    j, edge_index = locate_columns(row, n, R, first_row, edge_row, document_starts_ptr)
     alive = (row < R) & (j >= 0)
     origin = tl.cast(first, tl.int64) * (C + 1) + (first_row - first_column - top)
     if MASKED:
-        hidden = load_contribution_tile(bias_contributions_ptr, n, j, place, alive, edge_start, PADDING, D, BLOCK_D)
+        hidden = load_contribution_tile(
+            bias_contributions_ptr, n, j, edge_index, alive, edge_start, PADDING, D, BLOCK_D
+        )
     else:
         line = load_contributions(bias_contributions_ptr, top, PADDING, D, BLOCK_D, BLOCK_N)
         hidden = repeat_rows(line, BLOCK_M, BLOCK_N)

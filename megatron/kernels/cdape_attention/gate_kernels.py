@@ -149,20 +149,20 @@ def _gate_operands_kernel(
     constant = tl.load(b1_ptr + width, width < D, 0.0).to(tl.float64)
     origin = tl.load(row_ptr + head * row_stride + first, head < H, 0.0).to(tl.float64)[None]
     if kind == 0:
-        place = token - FRONT
+        column_index = token - FRONT
         num_columns = offset + last - left
         for tap in range(K):
-            column = left + place + (tap - padding)
+            column = left + column_index + (tap - padding)
             terms = _load_heads(key_ptr, key_stride, column, (column >= 0) & (column < C), H) + origin
             sums = tl.dot(terms, _load_tap(w1_ptr, tap, H, D, K), sums, out_dtype=tl.float64)
-        is_known = (place >= 0) & (place < num_columns + padding)
+        is_known = (column_index >= 0) & (column_index < num_columns + padding)
         sums = tl.where(is_known[:, None], sums + constant[None], 0.0)
         pointers = columns_ptr + (sequence * entries + token[:, None]) * WIDTH + width[None]
         tl.store(pointers, sums.to(tl.float32), (token < entries)[:, None])
-        is_known = (place >= 0) & (place < num_columns)
+        is_known = (column_index >= 0) & (column_index < num_columns)
         terms = tl.zeros([BLOCK, HEADS], tl.float64)
         if RESIDUAL:
-            own = _load_heads(key_ptr, key_stride, left + place, is_known, H) + origin
+            own = _load_heads(key_ptr, key_stride, left + column_index, is_known, H) + origin
             terms = tl.where(is_known[:, None], own, 0.0)
         pointers = bias_ptr + (sequence * HEADS + head[None]) * bias_entries + token[:, None]
         tl.store(pointers, terms.to(tl.float32), (token < bias_entries)[:, None])
@@ -184,9 +184,9 @@ def _gate_operands_kernel(
             terms = _load_heads(key_ptr, key_stride, column, is_seen, H)
             terms += _load_heads(row_ptr, row_stride, row, is_seen, H)
             sums = tl.dot(terms, _load_tap(w1_ptr, tap, H, D, K), sums, out_dtype=tl.float64)
-        place = (sequence * num_rows + token) * (4 * padding) + (kind - 2)
+        entry = (sequence * num_rows + token) * (4 * padding) + (kind - 2)
         tl.store(
-            edge_ptr + place[:, None] * WIDTH + width[None], (sums + constant[None]).to(tl.float32), inside[:, None]
+            edge_ptr + entry[:, None] * WIDTH + width[None], (sums + constant[None]).to(tl.float32), inside[:, None]
         )
     elif index_ptr is not None:
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -208,8 +208,8 @@ def _load_sums(sums_ptr, token, inside):
 @triton.jit
 def _load_edge(dedge_ptr, row, exception, inside, K: tl.constexpr):
     """Load the gradients of an exception of E [R, 4p, 32], float64 [rows, 32 widths]."""
-    place = row * (4 * (K // 2)) + exception
-    pointers = dedge_ptr + place[:, None] * WIDTH + tl.arange(0, WIDTH)[None]
+    entry = row * (4 * (K // 2)) + exception
+    pointers = dedge_ptr + entry[:, None] * WIDTH + tl.arange(0, WIDTH)[None]
     return tl.load(pointers, inside[:, None], 0.0).to(tl.float64)
 
 

@@ -48,12 +48,12 @@ def shift_pixels(x, by, PIXELS: tl.constexpr, BLOCK_H: tl.constexpr):
 def locate_columns(row, n, R, first_row, edge_row, document_starts_ptr):
     """Return the columns j at the distances n, and the index of each row among the left edge's values."""
     j = first_row + row - n
-    place = edge_row + row
+    edge_index = edge_row + row
     if document_starts_ptr is not None:
         begin = tl.load(document_starts_ptr + row, mask=row < R, other=0)
         j -= begin
-        place += first_row - begin
-    return j, place
+        edge_index += first_row - begin
+    return j, edge_index
 
 
 @triton.jit
@@ -84,8 +84,8 @@ def map_pointers(map_ptr, origin, C, CHANNELS: tl.constexpr, BLOCK_H: tl.constex
     """
     pixel = tl.arange(0, BLOCK_M * BLOCK_N)
     line = (pixel // BLOCK_N).to(tl.int64) * ((C + 1) * CHANNELS)
-    place = (pixel % BLOCK_N * CHANNELS)[:, None] + tl.arange(0, BLOCK_H)[None, :]
-    return (map_ptr + origin * CHANNELS) + line[:, None] + place
+    offset = (pixel % BLOCK_N * CHANNELS)[:, None] + tl.arange(0, BLOCK_H)[None, :]
+    return (map_ptr + origin * CHANNELS) + line[:, None] + offset
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def load_contribution_tile(
     bias_contributions_ptr,
     n,
     j,
-    place,
+    edge_index,
     alive,
     edge_start,
     PADDING: tl.constexpr,
@@ -130,7 +130,7 @@ def load_contribution_tile(
 ):
     """Load Conv1's bias half and constant as [PIXELS, BLOCK_D]: by distance, or by row and column at the left edge."""
     width = tl.arange(0, BLOCK_D)
-    entry = tl.where(j < PADDING, edge_start + place * PADDING + j, n + PADDING)
+    entry = tl.where(j < PADDING, edge_start + edge_index * PADDING + j, n + PADDING)
     offsets = entry.to(tl.int64) * D
     return tl.load(
         bias_contributions_ptr + offsets[:, None] + width[None, :],
