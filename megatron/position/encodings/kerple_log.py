@@ -16,10 +16,10 @@ class KerpleLog(Encoding):
     advice = (
         "DAPE V2 recommends it as the default: good in almost all settings and easy to train, with few parameters "
         "(appendix A). KERPLE finds it better than kerple_power at every length (section 5.2). In this project's "
-        "models of 0.84M parameters, over five seeds, kerple_power is better at every length (docs/claims.md). A head "
-        "is guaranteed to extrapolate if r1 > 1 (Exploring Transformer Extrapolation, appendix B). Far beyond the "
-        "training length perplexity may still rise (4.06 at 1,024 tokens, 6.95 at 8,192; DAPE V2, table 2); with cdape "
-        "it falls."
+        "models of 0.84M parameters kerple_power is better at every length, on average over five seeds "
+        "(docs/results/small.md). A head is guaranteed to extrapolate if r1 > 1 (Exploring Transformer Extrapolation, "
+        "appendix B). Far beyond the training length perplexity may still rise (4.06 at 1,024 tokens, 6.95 at 8,192; "
+        "DAPE V2, table 2); with cdape it falls."
     )
     other_names = ("kerple_logarithmic",)
     has_independent_heads = True

@@ -15,9 +15,9 @@ class KerplePower(Encoding):
     source = "KERPLE: Chi et al. 2022, section 4, power variant; start values of its released code"
     advice = (
         "For comparison with kerple_log, which is faster and has a lower perplexity at all lengths in the paper "
-        "(KERPLE, section 5.2). In this project's models of 0.84M parameters kerple_power has the lower perplexity at "
-        "all lengths, over five seeds (docs/claims.md). Its learned curves soon reach very negative values, like "
-        "ALiBi's, so far tokens have little effect (KERPLE, section 5.4)."
+        "(KERPLE, section 5.2). In this project's models of 0.84M parameters kerple_power has the lower mean "
+        "perplexity over five seeds at all lengths (docs/results/small.md). Its learned curves soon reach very "
+        "negative values, like ALiBi's, so far tokens have little effect (KERPLE, section 5.4)."
     )
     other_names = ("kerple_pow",)
     has_independent_heads = True
