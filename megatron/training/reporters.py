@@ -78,17 +78,17 @@ def build_reporters(
     """
     options, run = config.logging, config.checkpoint.save
     reporters: list[Reporter] = []
-    past: list[dict[str, Any]] | None = None
+    records: list[dict[str, Any]] = []
     if run is not None:
         metrics = Path(run) / METRICS_FILE
-        has_tracker = options.use_wandb or options.use_trackio
-        records = [record for _, record in read_metrics_log(metrics)] if has_tracker else []
-        if any(record["step"] > first_step for record in records):
-            past = [record for record in records if record["step"] <= first_step]
+        records = [record for _, record in read_metrics_log(metrics)]
         reporters.append(JsonLines(metrics, first_step))
+    kept = [record for record in records if _is_kept(record, first_step)]
+    past = kept if len(kept) < len(records) else None
     events = options.tensorboard_dir or (os.path.join(run, "tensorboard") if run is not None else None)
     if options.use_tensorboard and events is not None:
-        reporters.append(TensorBoard(events, first_step))
+        # A run without records may share the folder with others, whose events stay visible.
+        reporters.append(TensorBoard(events, first_step + 1 if first_step else 0 if records else None))
     for is_used, key, tracker in (
         (options.use_wandb, "use_wandb", WeightsAndBiases),
         (options.use_trackio, "use_trackio", Trackio),
@@ -98,6 +98,11 @@ def build_reporters(
             if past is not None:
                 log(f"{key}: discarding the steps after {first_step}; {tracker.title} starts a new run without them")
     return reporters
+
+
+def _is_kept(record: Mapping[str, Any], first_step: int) -> bool:
+    """Return True if a run that starts after `first_step` keeps an earlier record. A start at step 0 keeps none."""
+    return 0 < first_step >= record["step"]
 
 
 def check_reporters(config: Config) -> None:
@@ -181,7 +186,7 @@ class JsonLines:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            past = [line for line, record in read_metrics_log(path) if first_step and record["step"] <= first_step]
+            past = [line for line, record in read_metrics_log(path) if _is_kept(record, first_step)]
             write_text_atomically(path, "".join(past))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         except OSError as error:
@@ -215,17 +220,21 @@ def _drop_infinities(value: Any) -> Any:
 
 
 class TensorBoard:
-    """Reporter that writes scalars named train/loss, valid/perplexity and so on, over steps."""
+    """Reporter that writes scalars named train/loss, valid/perplexity and so on, over steps.
 
-    def __init__(self, folder: str, first_step: int) -> None:
+    Args:
+        folder: folder of the events.
+        purge_step: step from which on the events of earlier sessions are hidden; None hides none.
+    """
+
+    def __init__(self, folder: str, purge_step: int | None = None) -> None:
         self._folder = folder
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UserError(NO_TENSORBOARD) from None
         try:
-            # purge_step hides what an earlier session wrote after the step from which the run resumes.
-            self._writer = SummaryWriter(folder, purge_step=first_step + 1 if first_step else None)
+            self._writer = SummaryWriter(folder, purge_step=purge_step)
         except OSError as error:
             raise RunError(f"{folder}: cannot be written ({error.strerror or error})") from None
 

@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reporter = TensorBoard(str(tmp_path), 0)
+    reporter = TensorBoard(str(tmp_path))
     for step in (1, 2):
         reporter.report_training(record(step, loss=3.0 - step))
     reporter.report_validation(VALID)
@@ -119,6 +119,21 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("valid/loss")] == [(2, 2.5)]
     assert "train/mfu" not in events.Tags()["scalars"]  # unknown
     assert "train/step" not in events.Tags()["scalars"]
+
+
+def test_tensorboard_hides_the_steps_that_a_session_takes_again(tmp_path: Path) -> None:
+    """A run without a checkpoint starts again at step 0, where nothing of the earlier session is kept."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    chosen = config(tmp_path / "run", use_tensorboard=True)
+    for first_step, loss, shown in ((0, 1.0, [0, 1, 2, 3]), (2, 2.0, [0, 1, 2, 3, 4, 5]), (0, 3.0, [0, 1, 2, 3])):
+        for reporter in build_reporters(chosen, first_step):
+            for step in range(first_step + bool(first_step), first_step + 4):
+                reporter.report_training(record(step, loss=loss))
+            reporter.close()
+        events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("train/loss")
+        assert [event.step for event in events] == shown
+        assert events[-1].value == loss
 
 
 class FakeRun:
@@ -193,6 +208,9 @@ def test_wandb_gets_a_new_run_without_rolled_back_steps(tmp_path: Path, wandb: t
     assert one == two != three
     assert report(5, 6) == [(6, 40.0), (6, "valid")]
     assert wandb.inits[-1]["id"] == three
+    assert report(0, 0, 1) == [(0, 50.0), (1, 50.0), (1, "valid")]
+    assert report(0, 0) == [(0, 60.0), (0, "valid")]  # step 0 is evaluated again
+    assert wandb.inits[-1]["id"] != wandb.inits[-2]["id"] != three
 
 
 class FakeTrackioRun(FakeRun):
