@@ -226,9 +226,9 @@ class Trainer:
         if self.data_position.step == 0:
             self._save_checkpoint()
             if training.eval_interval and training.eval_at_start:
-                self.validator.validate(0)
+                self._evaluate(self.validator.validate)
             if self.harness is not None and config.logging.harness.at_start:
-                self.harness.evaluate(0)
+                self._evaluate(self.harness.evaluate)
         while self.data_position.step < self.run.stage.end_step:
             if self.profiler is not None:
                 self.profiler.begin_step(self.data_position.step + 1)
@@ -243,16 +243,18 @@ class Trainer:
             if self._is_reported(step):
                 self._report_interval()
             if training.eval_interval and (is_last or self._is_due(training.eval_interval)):
-                self.interval.pause()
-                self.validator.validate(step)
-                self.interval.resume()
+                self._evaluate(self.validator.validate)
             if self.harness is not None and (is_last or self._is_due(config.logging.harness.interval)):
-                self.interval.pause()
-                self.harness.evaluate(step)
-                self.interval.resume()
+                self._evaluate(self.harness.evaluate)
             if self._is_due(checkpoint.checkpoint_factor) or step in checkpoint.extra_save_iters:
                 self._save_checkpoint()
         return False
+
+    def _evaluate(self, evaluate: Callable[[int], None]) -> None:
+        """Run an evaluation after the current step. Its time does not count as training."""
+        self.interval.pause()
+        evaluate(self.data_position.step)
+        self.interval.resume()
 
     def _is_reported(self, step: int) -> bool:
         """Return True if a log interval ends with this step."""
@@ -312,7 +314,7 @@ class Trainer:
         has_loss = scored > 0 or local_scored > 0
         if not has_loss:
             run.console.log(
-                f"step {step + 1}: no token of its batch is scored, so it has no loss and changes no weights"
+                f"step {step + 1}: no token of its batch is scored, so it has no loss, and its gradient is zero"
             )
         self.interval.add(loss, read, flops, engine.grad_norm, engine.skipped or not has_loss, engine.z_loss)
         self.has_stepped = True

@@ -147,7 +147,7 @@ def test_steps_and_texts_without_a_scored_token_have_no_loss(tmp_path: Path) -> 
     result = train(config, Console(file=out, width=200))
     output = out.getvalue()
     assert (result.step, result.loss, result.valid_loss, result.test_loss) == (4, None, None, None)
-    assert "step 1: no token of its batch is scored, so it has no loss" in output
+    assert "step 1: no token of its batch is scored, so it has no loss, and its gradient is zero" in output
     assert "step 2: no token of valid is scored, so it has no loss" in output
     assert "step 4: no token of test is scored, so it has no loss" in output
     assert "0.0000" not in output

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.load_model import load_model
 from megatron.config.load import read_config
 from megatron.data.datasets import load_token_stream
+from megatron.training import metrics
 from megatron.training.engine import Engine
+from megatron.training.evaluations import Validator
 from megatron.training.metrics_log import METRICS_FILE, read_metrics_log
 from megatron.training.train import train
 from megatron.utils.errors import RunError, UserError
@@ -93,6 +96,23 @@ def test_validation_reads_its_text_once_for_any_batch_and_seed(corpus: Path, tmp
         assert {record["tokens"] for name in names if "other" not in name for record in kinds[name]} == {tokens}
         for length in ("", "/2x", "/4x"):
             assert kinds[f"valid{length}"][0]["loss"] == kinds[f"valid/twin{length}"][0]["loss"]
+
+
+def test_evaluations_do_not_count_as_training_time(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations do not count as training time, not even the one before the first step."""
+    evaluating = 0.0
+
+    def validate(self: Validator, step: int) -> None:
+        nonlocal evaluating
+        evaluating += 1e6
+
+    monkeypatch.setattr(Validator, "validate", validate)
+    monkeypatch.setattr(metrics, "_read_clocks", lambda: (time.perf_counter() + evaluating, time.process_time()))
+    train(tiny_config(corpus, tmp_path, eval_interval=1, eval_at_start=True))
+    assert evaluating == 5e6
+    assert all(record["ms_per_step"] < 1e6 for record in records(tmp_path).values())
 
 
 def lines_by_kind(run: Path) -> dict[str, list[dict[str, Any]]]:
