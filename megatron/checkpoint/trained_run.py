@@ -74,10 +74,10 @@ def open_runs(paths: Sequence[str | Path]) -> tuple[TrainedRun, ...]:
     return opened
 
 
-PathNames = str | list["PathNames"]
+PathNames = str | list["PathNames"] | dict[str, "PathNames"]
 DATA_SUFFIXES = ("", ".idx", ".bin")
 PATH_KEYS = (
-    *("train_data_paths", "valid_data_paths", "test_data_paths", "data_path"),
+    *("train_data_paths", "valid_data_paths", "valid_data_sets", "test_data_paths", "data_path"),
     *("vocab_file", "merge_file"),
 )
 
@@ -109,6 +109,8 @@ def resolve_data_paths(config: Config, checkpoint: Path, directory: str | None) 
         return path
 
     def find_all(value: PathNames) -> PathNames:
+        if isinstance(value, dict):
+            return {name: find_all(part) for name, part in value.items()}
         return find(value) if isinstance(value, str) else [find_all(part) for part in value]
 
     return config.replace(**{key: find_all(value) for key in PATH_KEYS if (value := getattr(config.data, key))})

@@ -127,6 +127,17 @@ def test_a_tree_that_was_moved(corpus: Path, tmp_path: Path, read: list[list[Mic
     assert [find_batches(tmp_path / "new" / "run", step) for step in range(1, 7)] == [[batch] for batch in read]
 
 
+def test_validation_sets_of_a_tree_that_was_moved(corpus: Path, tmp_path: Path, read: list[list[Micro]]) -> None:
+    """After the last checkpoint all datasets of the run are opened, validation sets by name too."""
+    shutil.copytree(corpus, tmp_path / "old" / "corpus")
+    data, run = tmp_path / "old" / "corpus", tmp_path / "new" / "run"
+    keys = {"eval_interval": 2, "valid_data_sets": {"twins": [str(data / "valid_text_document")]}}
+    run_training(tiny_config(data, tmp_path / "old" / "run", checkpoint_factor=2, **keys))
+    (tmp_path / "old").rename(tmp_path / "new")
+    shutil.rmtree(run / "checkpoints" / layout.format_checkpoint_name(4))
+    assert [find_batches(run, step) for step in (2, 3)] == [[batch] for batch in read[1:3]]
+
+
 def test_a_run_without_checkpoints(corpus: Path, tmp_path: Path, read: list[list[Micro]]) -> None:
     run_training(tiny_config(corpus, tmp_path, num_workers=0))
     shutil.rmtree(tmp_path / "checkpoints")
