@@ -152,7 +152,7 @@ class ConsoleReporter:
         self._is_warm, self._estimate = False, estimate
         if self._bar is not None:
             left = "" if estimate is None else f"{format_approximate_duration(estimate)} left"
-            self._bar.update(self._task, completed=step, step=step, left=left)
+            self._bar.update(self._task, completed=step, total=self.train_iters, step=step, left=left)
             self._bar.start()
 
     def report_micro_step(self, done: int, total: int) -> None:

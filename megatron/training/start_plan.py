@@ -123,8 +123,11 @@ def plan_start(
     requested, config = config, resume.stage.config
     options = config.checkpoint
     requested = requested.replace(load=options.load, finetune=options.finetune, rollback=options.rollback)
-    if requested.training.train_iters != config.training.train_iters:  # the corpus of the epochs has changed since
-        requested = requested.replace(train_iters=config.training.train_iters)
+    steps, found_steps = config.training.train_iters, requested.training.train_iters
+    epoch_notes = []
+    if found_steps != steps:  # the corpus of the epochs has changed since
+        requested = requested.replace(train_iters=steps)
+        epoch_notes.append(f"train_epochs: the run keeps the {steps:,} steps of its start, instead of {found_steps:,}")
     vocabulary = read_vocabulary(config.data)
     resume.check_vocabulary(vocabulary.size, vocabulary.name, config.data.task)
     if config.checkpoint.save is not None and vocabulary.tokenizer is not None:
@@ -141,7 +144,7 @@ def plan_start(
         separates_documents=config.position.attention_mask == "document",
     )
     _check_later_data(resume, order, vocabulary)
-    notes = (*method_notes, *order_notes, *_describe_changed_data(resume, slices))
+    notes = (*method_notes, *order_notes, *epoch_notes, *_describe_changed_data(resume, slices))
     return StartPlan(config, requested, resume, vocabulary, position, order, slices, notes)
 
 

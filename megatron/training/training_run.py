@@ -290,6 +290,7 @@ def build_components(
     )
 
     reporter = console if groups.is_main else ConsoleReporter(None, training.train_iters)
+    reporter.train_iters = training.train_iters  # the checkpoint's, if the corpus of train_epochs has changed since
     for note in (*resume.notes, *plan.notes, *datasets.notes, *_describe_rate_jump(config, resume)):
         reporter.log(note)
     if datasets.valid is None and not datasets.extra_valid_sets and training.eval_interval and training.eval_iters != 0:

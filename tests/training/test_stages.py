@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,13 +223,13 @@ def write_numbered(prefix: Path, first: int, tokens: int) -> Path:
     return prefix
 
 
-def printed_with_large_vocabulary(config: Config) -> list[str]:
+def printed_with_large_vocabulary(config: Config, **options: Any) -> list[str]:
     from megatron.data.load_tokenizer import Vocabulary
     from megatron.training import start_plan
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start_plan, "read_vocabulary", lambda data: Vocabulary(50_000, "numbers", None, None))
-        return printed(config)
+        return train_and_print(config, **options)[0].splitlines()
 
 
 def test_a_stage_reports_a_dropped_partial_sequence(corpus: Path, tmp_path: Path) -> None:
@@ -398,11 +399,13 @@ def test_epochs_determine_the_steps_and_a_run_keeps_them(
     """Epochs determine the number of steps, which a run keeps.
 
     The expected steps are computed by hand from the datasets' sizes. One epoch reads no token twice and omits less than
-    a step of each dataset. A corpus that grows later changes nothing.
+    a step of each dataset. A corpus that grows later changes nothing, and lines and the progress bar count the run's
+    own steps.
     """
     path = str(write_numbered(tmp_path / "a", 0, 1000))
     keys = {"valid_data_paths": [], "pos_emb": "rotary", "train_iters": 0, "tokenizer_type": "bytes"}
-    config = tiny_config(tmp_path, tmp_path / "run", train_data_paths=[path], train_epochs=1.0, **keys)
+    run = tmp_path / "run"
+    config = tiny_config(tmp_path, run, train_data_paths=[path], train_epochs=1.0, checkpoint_factor=13, **keys)
     lines = printed_with_large_vocabulary(config)
     # 999 / 16 gives 62 sequences of 16 (a label follows the last token), and 15 steps of 4.
     assert "train_epochs 1: 1,000 tokens of text give 15 steps" in lines
@@ -427,8 +430,14 @@ def test_epochs_determine_the_steps_and_a_run_keeps_them(
         resolve_data(resolve_run(config.replace(train_epochs=0.05), LocalHardware.detect()).config)
 
     write_numbered(tmp_path / "a", 0, 2000)
+    shutil.rmtree(layout.resolve_checkpoint_path(run))
+    lines = printed_with_large_vocabulary(config.replace(load=str(run)), force_terminal=True)
+    assert "train_epochs 1: 2,000 tokens of text give 31 steps" in lines
+    assert "train_epochs: the run keeps the 15 steps of its start, instead of 31" in lines
+    assert not [line for line in lines if "/31" in line]
+    assert [line for line in lines if "step 15/15 " in line]
     plan = plan_resume(
-        resolve_data(resolve_run(config.replace(load=str(tmp_path / "run")), LocalHardware.detect()).config)[0],
+        resolve_data(resolve_run(config.replace(load=str(run)), LocalHardware.detect()).config)[0],
         ProcessGroups(),
     )
     assert plan.stage.config.training.train_iters == 15
