@@ -11,14 +11,16 @@ weights change, a new blend begins, and each dataset continues after the blocks 
 read block is skipped as well.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.data.blend import list_dataset_slices
-from megatron.options.data import DataOptions
+from megatron.data.indexed_dataset import compute_dataset_digest
+from megatron.options.data import DataOptions, list_corpus_names
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class StageOrder:
         """Return the number of blocks, a partial one included, for the first `sequences` sequences of a length."""
         return -(-sequences * length // self.block_length)
 
+    def rename(self, names: Mapping[str, str]) -> "StageOrder":
+        """Return the same order with other prefixes for some datasets."""
+        sources = {names.get(prefix, prefix): source for prefix, source in self.sources.items()}
+        return replace(self, sources=sources)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the order as plain values."""
         return asdict(self)
@@ -60,6 +67,51 @@ class StageOrder:
         """Build an order from plain values. Raises TypeError, KeyError or AttributeError for invalid values."""
         sources = {prefix: SourceOrder(**source) for prefix, source in values["sources"].items()}
         return StageOrder(**{**values, "sources": sources})
+
+
+def list_dataset_prefixes(data: DataOptions) -> list[str]:
+    """Return the prefixes of the training datasets that a configuration names, which are no folders."""
+    corpora = data.train_data_paths if data.data_path is None else [data.data_path]
+    return [_get_prefix(name) for corpus in corpora for name in list_corpus_names(corpus)]
+
+
+def find_moved_datasets(
+    stages: Iterable[tuple[DataOptions, DataOptions]], digests: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the new prefix of each training dataset that was moved.
+
+    A dataset was moved if it does not exist and the same stage now names one in its place. Its content must be the
+    same, if that is known.
+
+    Args:
+        stages: data options of each stage, earlier and now.
+        digests: known content of datasets by earlier prefix (`compute_dataset_digest`).
+    """
+    moved: dict[str, str] = {}
+    for pair in stages:
+        before, now = map(list_dataset_prefixes, pair)
+        for old, new in zip(before, now, strict=True) if len(before) == len(now) else ():
+            if not Path(f"{old}.idx").exists() and Path(f"{new}.idx").exists():
+                digest = compute_dataset_digest(Path(new))
+                if digests.get(old, digest) == digest:
+                    moved[old] = new
+    return moved
+
+
+def rename_datasets(data: DataOptions, names: Mapping[str, str]) -> DataOptions:
+    """Return data options with other prefixes for some training datasets."""
+
+    def rename(corpus: str | list[str]) -> str | list[str]:
+        renamed = [names.get(_get_prefix(name), name) for name in list_corpus_names(corpus)]
+        return renamed[0] if isinstance(corpus, str) else renamed
+
+    if data.data_path is not None:
+        return data.replace(data_path=rename(data.data_path))
+    return data.replace(train_data_paths=[rename(corpus) for corpus in data.train_data_paths])
+
+
+def _get_prefix(name: str) -> str:
+    return str(Path(name.removesuffix(".bin").removesuffix(".idx")))
 
 
 def begin_order(data: DataOptions, block_length: int, num_blocks: int, *, first_sample: int = 0) -> StageOrder:

@@ -28,11 +28,10 @@ from megatron.config.stages import find_writing_stage
 from megatron.data.blend import DatasetSlice
 from megatron.data.datasets import Datasets, SampleOrder, build_datasets, open_dataset_slices
 from megatron.data.load_tokenizer import Vocabulary, read_vocabulary
-from megatron.data.stage_order import StageOrder
+from megatron.data.stage_order import list_dataset_prefixes
 from megatron.data.torch_data import DistributedBatchSampler
 from megatron.distributed.mesh import Axis
 from megatron.distributed.process_groups import ProcessGroups
-from megatron.options.data import list_corpus_names
 from megatron.training.metrics_log import METRICS_FILE, read_metrics_log
 from megatron.training.start_plan import DataPosition, plan_start
 from megatron.utils.errors import RunError, UserError
@@ -254,7 +253,8 @@ class BatchHistory:
             position = DataPosition()
             state.restore(position)
             if position.order is not None:
-                position.order = _rename_sources(position.order, stored, config)
+                prefixes = (list_dataset_prefixes(each.data) for each in (stored, config))
+                position.order = position.order.rename(dict(zip(*prefixes, strict=True)))
             self._orders[checkpoint] = DataOrder(config, position, state.consumed_samples)
         return self._orders[checkpoint]
 
@@ -291,17 +291,3 @@ class BatchHistory:
         steps = plan.resume.stage.end_step - plan.data_position.step
         read = plan.data_position.samples + max(0, steps) * (plan.config.training.train_batch_size or 1)
         return DataOrder(plan.config, plan.data_position, read)
-
-
-def _rename_sources(order: StageOrder, stored: Config, found: Config) -> StageOrder:
-    """Return the order with the prefixes of datasets under which they are found now (`resolve_data_paths`)."""
-    old, new = (
-        [
-            str(Path(name.removesuffix(".bin").removesuffix(".idx")))
-            for corpus in ([config.data.data_path] if config.data.data_path else config.data.train_data_paths)
-            for name in list_corpus_names(corpus)
-        ]
-        for config in (stored, found)
-    )
-    names = dict(zip(old, new, strict=True))
-    return replace(order, sources={names.get(prefix, prefix): source for prefix, source in order.sources.items()})

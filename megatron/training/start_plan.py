@@ -11,13 +11,20 @@ from typing import Any
 
 from megatron.checkpoint.resume import ResumePlan, plan_resume
 from megatron.checkpoint.weights import check_added_processors
+from megatron.config.execution import build_stages
 from megatron.config.schema import Config
 from megatron.config.stages import Stage, find_longest_length
 from megatron.data.blend import DatasetSlice
 from megatron.data.datasets import SampleOrder, open_dataset_slices
 from megatron.data.indexed_dataset import find_changed_datasets
 from megatron.data.load_tokenizer import Vocabulary, check_tokenizer_folder, read_vocabulary
-from megatron.data.stage_order import StageOrder, begin_order, continue_order
+from megatron.data.stage_order import (
+    StageOrder,
+    begin_order,
+    continue_order,
+    find_moved_datasets,
+    rename_datasets,
+)
 from megatron.distributed.mesh import ParallelSizes
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.build import check_position_options
@@ -255,13 +262,18 @@ def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:
         order, state = begin_order(config.data, block, num_blocks), replace(state, train_samples=num_blocks)
     else:
         before = resume.source.config
+        stages = zip(build_stages(before), resume.stages, strict=False)
+        moved = find_moved_datasets(
+            ((old.config.data, now.config.data) for old, now in stages), state.data_digests or {}
+        )
+        data = rename_datasets(before.data, moved)
         if order is None:
-            order = begin_order(before.data, before.model.seq_length, state.train_samples)
+            order = begin_order(data, before.model.seq_length, state.train_samples)
         if order.block_length == block:
             order, left_out = continue_order(
-                order,
+                order.rename(moved),
                 state.consumed_samples,
-                before=(before.data, before.model.seq_length),
+                before=(data, before.model.seq_length),
                 now=(config.data, length),
                 num_blocks=state.train_samples,
             )

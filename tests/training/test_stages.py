@@ -232,6 +232,29 @@ def printed_with_large_vocabulary(config: Config, **options: Any) -> list[str]:
         return train_and_print(config, **options)[0].splitlines()
 
 
+def test_a_staged_run_resumes_after_its_data_were_moved(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each dataset continues where it was, also one that an earlier stage read; other data are not taken for it."""
+    config = staged(corpus, tmp_path / "whole", checkpoint_factor=2, **weighted(corpus))
+    train(config)
+    for number, num_steps in enumerate((4, 6)):
+        run, old, new = tmp_path / f"run_{number}", tmp_path / f"old_{number}", tmp_path / f"new_{number}"
+        shutil.copytree(corpus, old)
+        with monkeypatch.context() as patch:
+            kill_at(patch, num_steps)
+            with pytest.raises(Killed):
+                train(config.replace(save=str(run), **weighted(old)))
+        old.rename(new)
+        moved = config.replace(save=str(run), load=str(run), **weighted(new))
+        other = [str(new / f"{split}_text_document") for split in ("valid", "test")]
+        with pytest.raises(UserError, match=f"^train_data_paths: no dataset {old}/train_text_document"):
+            train(moved.replace(train_data_paths=other))
+        train(moved)
+        assert losses(run) == losses(tmp_path / "whole")
+        assert same_weights(run, tmp_path / "whole")
+
+
 def test_a_stage_reports_a_dropped_partial_sequence(corpus: Path, tmp_path: Path) -> None:
     config = staged(
         corpus, tmp_path, train_iters=5,
