@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.layout import parse_step
 from megatron.checkpoint.trainer_state import TrainerState
 from megatron.config.schema import Config
+from megatron.data.stage_order import StageOrder
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.training.engine import Engine
 from megatron.training.metrics import sum_over_batch
@@ -46,6 +47,10 @@ class Rollback:
     """Step of the checkpoint."""
     samples: int
     """Samples consumed when the loss was bad; the run continues after them."""
+    data_order: StageOrder | None = None
+    """Order of the text at that time, or None without stages."""
+    seq_length: int = 0
+    """Length of the samples at that time."""
     count: int = 1
     """Rollbacks, including this one, since a good step last followed a new checkpoint."""
     total: int = 1
@@ -55,13 +60,24 @@ class Rollback:
     note: str = ""
     """Line to print."""
 
-    def skip_samples(self, state: TrainerState) -> TrainerState:
-        """Return the state of the checkpoint, advanced past the skipped data."""
+    def skip_samples(self, state: TrainerState, seq_length: int) -> TrainerState:
+        """Return the state of the checkpoint, advanced past the skipped data.
+
+        Args:
+            state: state in the stage that the run enters.
+            seq_length: length of the samples in that stage.
+        """
+        samples = self.samples
+        if state.data_order is not None and self.data_order is not None:
+            order = StageOrder.from_dict(state.data_order)
+            if order.sources == self.data_order.sources:  # otherwise the texts have no common position
+                read = self.data_order.find_sequence(samples) * self.seq_length
+                samples = order.first_sample - order.start + -(-read // seq_length)
         return replace(
             state,
-            consumed_samples=self.samples,
+            consumed_samples=samples,
             rollbacks=self.total,
-            skipped_samples=state.skipped_samples + self.samples - state.consumed_samples,
+            skipped_samples=state.skipped_samples + samples - state.consumed_samples,
         )
 
 

@@ -126,7 +126,8 @@ def plan_start(
     resume, method_notes = plan_checkpoint(config, groups, sizes=sizes, checksums=checksums)
     resume, order_notes = _enter_stage(resume)
     if rollback is not None:
-        resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state))
+        length = resume.stage.config.model.seq_length
+        resume = replace(resume, trainer_state=rollback.skip_samples(resume.trainer_state, length))
     requested, config = config, resume.stage.config
     options = config.checkpoint
     requested = requested.replace(load=options.load, finetune=options.finetune, rollback=options.rollback)

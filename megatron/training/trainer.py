@@ -357,7 +357,8 @@ class Trainer:
                     run.console.log(note)
             case Rollback() as rollback:
                 run.console.log(rollback.note)
-                raise RollbackRequested(rollback)
+                length = run.config.model.seq_length
+                raise RollbackRequested(replace(rollback, data_order=position.order, seq_length=length))
             case StopRun(reason, message):
                 run.report(DivergenceRecord(position.step, reason))
                 raise RunError(message)

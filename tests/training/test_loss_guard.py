@@ -172,7 +172,7 @@ def test_the_guard_decides_and_remembers_actions(corpus: Path, tmp_path: Path) -
     rollback = guard.check(6, 24, torch.tensor(7.0))
     assert isinstance(rollback, Rollback)
     assert (rollback.load, rollback.step, rollback.samples, rollback.count) == (str(tmp_path), 4, 24, 1)
-    skipped = rollback.skip_samples(TrainerState(step=4, consumed_samples=16, rollbacks=1, skipped_samples=3))
+    skipped = rollback.skip_samples(TrainerState(step=4, consumed_samples=16, rollbacks=1, skipped_samples=3), 16)
     assert (skipped.consumed_samples, skipped.rollbacks, skipped.skipped_samples) == (24, 1, 11)
 
     other = build_guard(None, rollback)

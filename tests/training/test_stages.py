@@ -495,3 +495,31 @@ def test_a_run_rolls_back_within_its_stage(corpus: Path, tmp_path: Path, monkeyp
     again, _ = labels[5:], labels.clear()
     train(config.replace(save=str(tmp_path / "clean"), train_iters=10))
     assert all(torch.equal(one, other) for one, other in zip(again, labels[5:], strict=True))
+
+
+def test_a_rollback_to_an_earlier_stage_skips_the_same_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_text: Callable[[], list[torch.Tensor]]
+) -> None:
+    """A second rollback goes to a checkpoint of the first stage, whose sequences are half as long: no text is read
+    again.
+    """
+    usual, calls = Engine.forward_backward, itertools.count(1)
+
+    def forward_backward(self: Engine, micro_batches: list[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(calls) in (6, 7):  # step 6, and then step 5 from the checkpoint of step 4
+            micro_batches[0]["loss_mask"].fill_(float("nan"))
+        return usual(self, micro_batches, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "forward_backward", forward_backward)
+    config = staged(
+        tmp_path, tmp_path / "run", stages=[{"until": 4}, {"seq_length": 16}], on_bad_loss="rollback", max_bad_steps=1,
+        train_data_paths=[str(write_numbered(tmp_path / "a", 0, 4000))], valid_data_paths=[], tokenizer_type="bytes",
+        checkpoint_factor=2, keep_last_n_checkpoints=None,
+    )  # fmt: skip
+    lines = printed_with_large_vocabulary(config)
+    assert [line.split("step_")[1][:7] for line in lines if "rolling back to" in line] == ["0000004", "0000002"]
+    read = torch.cat(read_text())
+    assert len(read) == 13 * 128 == len(read.unique())
+    state = TrainerState.read(layout.resolve_checkpoint_path(tmp_path / "run"))
+    # Skipped: the text of steps 3 to 7 in sequences of the first stage.
+    assert (state.skipped_samples, state.rollbacks) == (5 * 16, 2)
