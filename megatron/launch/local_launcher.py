@@ -142,7 +142,8 @@ def open_run_log(config: Config, is_main: bool) -> Iterator[Path]:
             _begin_log(log, is_main)
             yield log
     except (UserError, KeyboardInterrupt, StoppedBySignal):  # user errors, or stopped before any result
-        leave_nothing()
+        if not is_lock_held(folder / LOCK):  # by another run, which started at the same time and needs these files
+            leave_nothing()
         raise
 
 

@@ -53,6 +53,22 @@ def test_rejected_commands_leave_no_folder(fake_run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rejection_keeps_the_files_of_a_run_that_started_at_the_same_time(fake_run, tmp_path):
+    """The other run created its lock after this one had found a new folder, and has written nothing else yet."""
+    folder, locks = tmp_path / "a", []
+
+    def body(log: Path) -> int:
+        locks.append(run_folder.RunLock(folder))
+        raise UserError(run_folder.BUSY)
+
+    fake_run(body)
+    with pytest.raises(UserError, match="another run is using this folder"):
+        local_launcher.train_on_this_machine(settled(f"save={folder}"))
+    locks[0].check_folder()
+    assert (folder / local_launcher.LOG_FILE).is_file()
+    locks[0].release()
+
+
 def test_rejection_keeps_an_existing_folder(fake_run, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "log.txt").write_text("an earlier run\n")
