@@ -35,7 +35,7 @@ from megatron.config.schema import (
     list_config_keys,
     map_key_owners,
 )
-from megatron.config.stages import ENDS
+from megatron.config.stages import ENDS, list_stage_configs
 from megatron.config.validation import describe_unknown_method, validate_config
 from megatron.config.yaml_files import YamlDocument, format_value, parse_scalar, quote_value, read_yaml
 from megatron.options.data import DataOptions
@@ -295,15 +295,17 @@ Nested keys are included."""
 
 
 def _note_unread(config: Config, layers: ConfigLayers) -> None:
-    """Note keys that have no effect with the other keys, unless they have their default.
+    """Note keys that have no effect with the other keys in any stage, unless they have their default.
 
     Keys of one layer share a note.
     """
-    values = config.to_flat()
+    values_by_stage = [each.to_flat() for each in (config, *list_stage_configs(config))]
     unread: dict[tuple[int, str], list[KeyPath]] = {}
     for key, (names, is_read_with) in READ_ONLY_WITH.items():
-        others: dict[str, Any] = {name: reduce(getitem, name.split("."), values) for name in names.split(", ")}
-        if is_read_with(*others.values()):
+        others, *later = (
+            {name: reduce(getitem, name.split("."), values) for name in names.split(", ")} for values in values_by_stage
+        )
+        if any(is_read_with(*each.values()) for each in (others, *later)):
             continue
         reason = ", ".join(f"{name} is {format_value(value)}" for name, value in others.items())
         prefix = tuple(key.split("."))

@@ -481,6 +481,21 @@ def test_a_key_that_depends_on_another_is_reported(write, keys, reason, used):
     assert not any("no effect" in note for note in load_config(["base"], [*keys, *used.split()]).notes)
 
 
+@pytest.mark.parametrize(
+    ("keys", "read", "unread"),
+    [
+        (["min_lr=1e-5", "lr_decay_style=constant"], "lr_decay_style: linear", "weight_decay: 0.2"),
+        (["lr_wsd_decay_iters=3"], "lr_decay_style: wsd", "lr_decay_style: cosine"),
+        (["weighted_sampler_alpha=0.3", "train_data_paths=[a,b]"], "weight_by_num_documents: true", "weight_decay: 0"),
+    ],
+)
+def test_a_key_that_a_stage_reads_has_an_effect(write, keys, read, unread):
+    for change, is_noted in ((read, False), (unread, True)):
+        stages = f"stages=[{{until: 4}}, {{{change}}}]"
+        notes = load_config(["base"], [*keys, stages, "train_iters=8", "save=runs/a"]).notes
+        assert any("no effect" in note for note in notes) == is_noted
+
+
 def test_validation_without_an_interval_is_reported(write):
     keys = ["eval_at_start=true", "eval_lengths=[2x]", "valid_data_sets={a: x}"]
     notes = load_config(["base"], [*keys, "eval_interval=0"]).notes
