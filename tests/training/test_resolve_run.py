@@ -241,3 +241,21 @@ def test_pure_half_precision_needs_zero_with_a_note() -> None:
                 ("zero_optimization.stage 1 instead of 0: bf16 with a sharded model needs ZeRO",),
             )
         assert resolve_run(settled.config, LOGIN_NODE).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sums"),
+    [
+        (["train_batch_size=128"], 64),
+        (["stages=[{until: 1}, {train_batch_size: 256}]", "train_batch_size=64"], 128),
+        (["train_batch_size=64"], None),
+        (["train_batch_size=128", "zero_optimization.stage=1"], None),
+        (["train_batch_size=128", "precision=fp32"], None),
+    ],
+)
+def test_long_sums_in_bfloat16_are_reported(overrides: list[str], sums: int | None) -> None:
+    notes = resolve_run(config("save=runs/a", "precision=bf16", *overrides), LOGIN_NODE).notes
+    assert notes == (() if sums is None else (
+        f"zero_optimization.stage 0: the gradients of {sums} micro-batches are summed in bfloat16, whose rounding "
+        "errors add up; stages 1 and 2 sum in float32",
+    ))  # fmt: skip
