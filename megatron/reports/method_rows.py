@@ -44,7 +44,8 @@ class _Model(NamedTuple):
 def get_table_key(record: Record) -> tuple[Hashable, ...]:
     """Return a key that is equal for records of one table."""
     length = None if record.place is None else record.length
-    return record.metric, record.axis, length, record.protocol, record.train_length, record.target_digest
+    targets = record.target_digest, record.smoothing
+    return record.metric, record.axis, length, record.protocol, record.train_length, *targets
 
 
 def get_run_folder_without_seed(run: str) -> str:

@@ -286,6 +286,7 @@ def drop_remeasured(old: Sequence[Record], new: Sequence[Record], *, same_run: b
 
     A measurement is repeated if metric, axis, run, position method (with the window of the evaluation), protocol, text,
     and number of targets per window agree, regardless of lengths. So all lengths of an evaluation are kept or replaced.
+    A trivial baseline belongs to no run. It is kept as long as a model has a record with the same targets and length.
 
     Args:
         old, new: existing and new records.
@@ -298,8 +299,20 @@ def drop_remeasured(old: Sequence[Record], new: Sequence[Record], *, same_run: b
         text = record.text_digest or record.dataset
         return record.metric, record.axis, run, method, record.protocol, text, record.targets_per_window
 
-    remeasured = {identity(record) for record in new}
-    return [record for record in old if identity(record) not in remeasured]
+    def cell(record: Record) -> tuple[str | float | None, ...]:
+        return record.metric, record.axis, record.length, record.place, record.protocol, record.target_digest
+
+    remeasured = {identity(record) for record in new if not record.is_trivial_baseline}
+    models = [record for record in old if not record.is_trivial_baseline and identity(record) not in remeasured]
+    scored = {cell(record) for record in (*models, *new) if not record.is_trivial_baseline}
+    new_baselines = {(record.method, cell(record)) for record in new if record.is_trivial_baseline}
+
+    def is_kept(record: Record) -> bool:
+        if record.is_trivial_baseline:
+            return cell(record) in scored and (record.method, cell(record)) not in new_baselines
+        return identity(record) not in remeasured
+
+    return list(filter(is_kept, old))
 
 
 def write_records(path: str | Path, records: Sequence[Record]) -> Path:

@@ -132,6 +132,30 @@ def test_different_numbers_of_targets_are_kept_separately() -> None:
     assert records.merge_records([*few, *many], few[:1], same_run=True) == [*many, few[0]]
 
 
+def test_trivial_baselines_remain_next_to_the_models_that_they_belong_to() -> None:
+    def evaluate(run: str, windows: int, *lengths: int) -> list[Record]:
+        shared = {"metric": "accuracy", "protocol": "task", "text_digest": "copy", "target_digest": f"{windows}"}
+        shared["windows"] = windows
+        models = [record("rotary", length, 0.5, run=run, **shared) for length in lengths]
+        return [*models, *(record("floor: a guess", length, 0.1, run=None, **shared) for length in lengths)]
+
+    many, few = evaluate("runs/a", 512, 64, 128), evaluate("runs/b", 64, 64)
+    assert records.merge_records(many, few, same_run=False) == [*many, *few]
+    assert records.merge_records(many, evaluate("runs/b", 512, 64), same_run=False) == [
+        many[0], many[1], many[3], *evaluate("runs/b", 512, 64)
+    ]  # fmt: skip
+    for again in (evaluate("runs/a", 512, 64), evaluate("runs/a", 64, 64, 128)):
+        assert records.merge_records(many, again, same_run=False) == again, "no baseline without a model"
+
+
+def test_losses_smoothed_over_other_widths_are_not_compared() -> None:
+    curves = [
+        record(method, 128, 1.0, metric="loss", axis="tokens_seen", place=4.0, smoothing=width, target_digest="d")
+        for method, width in (("a", 101), ("b", 5), ("c", 101))
+    ]
+    assert [table.methods for table in build_comparison_tables(curves)] == [("a", "c"), ("b",)]
+
+
 def test_a_method_whose_positions_end_at_the_training_length_is_named() -> None:
     rows = [record("learned", 64, 5.0, max_length=64), record("a", 64, 5.0), record("a", 128, 5.1)]
     grid = verdict_tables.build_extrapolation_table(build_comparison_tables(rows)[0])
