@@ -21,7 +21,7 @@ from megatron.reports.leaderboard import LeaderboardReport
 from megatron.reports.leaderboard_summary import build_answers
 from megatron.reports.method_rows import disambiguate_methods, quote_method
 from megatron.reports.records import RESULTS_FILE, Record, merge_records
-from megatron.reports.run_records import RunFailure, write_failures
+from megatron.reports.run_records import RunFailure, read_failures, write_failures
 from megatron.reports.table_formats import TextTable, build_rich_table, render_comparison_text
 from megatron.utils.atomic_io import check_no_foreign_files, folder_lock, write_bytes_atomically, write_text_atomically
 
@@ -126,7 +126,8 @@ def merge_into_results(
 ) -> list[Path]:
     """Merge records into a results folder. Other processes may do so at the same time.
 
-    The folder's records are read and written under the folder's lock, so none are lost.
+    The folder's records and failed runs are read and written under the folder's lock, so none are lost. A failure is
+    removed if the new records contain a result of its run.
 
     Args:
         folder: results folder.
@@ -141,7 +142,10 @@ def merge_into_results(
         merged = merge_records(read_saved_records(folder), records, same_run=same_run)
         if only_records:
             return [record_files.write_records(folder / RESULTS_FILE, merged)]
-        return _write_result_files(folder, merged)
+        failures = [
+            failure for failure in read_failures(folder / RESULTS_FILE) if not any(map(failure.is_resolved_by, records))
+        ]
+        return _write_result_files(folder, merged, failures)
 
 
 def write_results(

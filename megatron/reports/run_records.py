@@ -12,6 +12,7 @@ a folder alone, also while runs are missing.
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -59,6 +60,12 @@ class RunFailure:
     def __str__(self) -> str:
         at_step = "" if self.step is None else f" at step {self.step:,}"
         return f"failed{at_step}: {self.reason}"
+
+    def is_resolved_by(self, record: Record) -> bool:
+        """Return True if a record is a result of this run; if its folder is unknown, of this method and seed."""
+        if self.run is not None and record.run is not None:
+            return os.path.realpath(self.run) == os.path.realpath(record.run)
+        return (self.method, self.seed) == (record.method, record.seed)
 
     def to_row(self) -> dict[str, Any]:
         """Return the fields that are known, as JSON files contain them."""

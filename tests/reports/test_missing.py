@@ -226,6 +226,18 @@ def test_failures_are_stored_next_to_results_and_reported(holes: list[Record], t
     assert records.read_records(tmp_path / "results.json") == holes
 
 
+def test_failures_remain_until_their_run_has_a_result(holes: list[Record], tmp_path: Path) -> None:
+    elsewhere = RunFailure("t5", 3, "the loss is not finite", run="runs/t5/seed_3")
+    write_results(tmp_path, holes, [DIVERGED, elsewhere])
+    others = [*run("none", 1, 6.0, 7.0), *(each.replace(run="runs/other/seed_3") for each in run("t5", 3, 6.0, 7.0))]
+    results_output.merge_into_results(tmp_path, others, same_run=False)
+    assert read_failures(tmp_path / "results.json") == [DIVERGED, elsewhere]
+    assert "| gone | failed | failed | failed |" in (tmp_path / "results.md").read_text()
+    retrained = [each.replace(run="runs/t5/../t5/seed_3") for each in run("t5", 3, 6.0, 7.0)]
+    results_output.merge_into_results(tmp_path, [*retrained, *run("gone", 1, 6.0, 7.0)], same_run=False)
+    assert read_failures(tmp_path / "results.json") == []
+
+
 @pytest.mark.parametrize(
     "text", ["{}", "no JSON", "[1]", '[{"method": "a", "seed": "1", "reason": "x"}]', '[{"method": "a"}]']
 )
