@@ -1,7 +1,7 @@
 """Completed and remaining work of a sweep, measured in FLOPs, which are known before the first training.
 
-Completed training is determined from checkpoints, and completed evaluations from a marker file next to their results.
-The marker records how they were made.
+Completed training is determined from checkpoints, and completed evaluations from a marker file next to their results,
+which contains their records and how they were made.
 
 A run folder with a different configuration is neither used for a member nor overwritten.
 """
@@ -34,7 +34,7 @@ from megatron.launch import slurm
 from megatron.options.data import DataOptions
 from megatron.options.evaluation import EvaluationOptions
 from megatron.options.section import list_accepted_names
-from megatron.reports.records import RESULTS_FILE, Record, read_records
+from megatron.reports.records import RESULTS_FILE, Record, read_records, record_from_row
 from megatron.reports.run_records import RunFailure
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training import metrics_log
@@ -172,24 +172,30 @@ def lacks_test_record(member: SweepMember) -> bool:
 
 
 def read_evaluated_records(member: SweepMember, evaluation: str | None = None) -> list[Record] | None:
-    """Return the records of a member's evaluation if the same evaluation was run and all are still in its results."""
+    """Return the records of a member's evaluation, or None if the same evaluation was not run."""
     results, marker = member.results / RESULTS_FILE, _read_marker(_get_marker_path(member, evaluation))
     if marker.get("how") != _describe_evaluation(member, evaluation) or not results.is_file():
         return None
-    records_by_hash = {_hash_record(record): record for record in read_records(results)}
-    hashes = marker.get("records") or []
-    if not hashes or not all(digest in records_by_hash for digest in hashes):
-        return None
-    return [records_by_hash[digest] for digest in hashes]
+    rows = marker.get("records") or []
+    if not all(isinstance(row, dict) for row in rows):  # earlier versions stored hashes of the records in the results
+        found = {_hash_record(record): record.to_row() for record in read_records(results)}
+        rows = [found[digest] for digest in rows] if found.keys() >= set(rows) else []
+    try:
+        return [record_from_row(row) for row in rows] or None
+    except UserError:
+        return None  # of a later version
 
 
 def write_evaluation_marker(
     member: SweepMember, member_records: Sequence[Record], evaluation: str | None = None
 ) -> None:
-    """Store which records belong to the member's evaluation, and how they were made."""
-    how, hashes = _describe_evaluation(member, evaluation), [_hash_record(record) for record in member_records]
-    marker = {"how": how, "records": hashes}
-    write_text_atomically(_get_marker_path(member, evaluation), json.dumps(marker, indent=1) + "\n")
+    """Store the records of the member's evaluation, and how they were made.
+
+    Another evaluation of the same targets, such as one at other lengths, replaces them in the member's results.
+    """
+    how, rows = _describe_evaluation(member, evaluation), [record.to_row() for record in member_records]
+    marker = {"how": how, "records": rows}
+    write_text_atomically(_get_marker_path(member, evaluation), json.dumps(marker, ensure_ascii=False) + "\n")
 
 
 def _get_marker_path(member: SweepMember, evaluation: str | None) -> Path:

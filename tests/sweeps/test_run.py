@@ -1,5 +1,6 @@
 """Sweep from start to end, once with the real programs, and with replacements for every possible failure."""
 
+import hashlib
 import io
 import json
 import re
@@ -224,14 +225,41 @@ def test_only_requested_work_is_repeated(trainer: Trainer) -> None:
     assert trainer.calls() == ["evaluate out/mine/seed_1234"]
     results = Path("out/mine/seed_1234/results.json")
     there = json.loads(results.read_text())
-    # If the run was also evaluated with another protocol, the sweep's own results are still found.
-    results.write_text(json.dumps([{**there[0], "protocol": "nonoverlapping"}, *there]))
-    found, _ = run("sweep.evaluate.multiples=[1, 2]")
-    assert trainer.calls() == []
-    assert {r.protocol for r in found} == {"last"}
-    results.write_text(json.dumps(there[1:]))  # the sweep's protocol, but other lengths
+    # If the run was also evaluated with another protocol or at other lengths, the sweep's own results are still found.
+    for others in ([{**there[0], "protocol": "nonoverlapping"}, *there], there[1:]):
+        results.write_text(json.dumps(others))
+        found, _ = run("sweep.evaluate.multiples=[1, 2]")
+        assert trainer.calls() == []
+        assert [(r.protocol, r.length) for r in found] == [("last", 16), ("last", 32)]
+    results.unlink()
     run("sweep.evaluate.multiples=[1, 2]")
     assert trainer.calls() == ["evaluate out/mine/seed_1234"]
+
+
+def test_evaluations_of_the_same_targets_do_not_repeat_each_other(trainer: Trainer) -> None:
+    write(ONE)
+    far = "sweep.evaluations={far: {multiples: [8]}}"
+    measured, _ = run(far)
+    assert trainer.calls()[1:] == ["evaluate out/mine/seed_1234"] * 2
+    assert [record.length for record in measured] == [16, 64, 128]
+    assert run(far)[0] == measured
+    assert trainer.calls() == []
+
+
+def test_markers_of_earlier_versions_name_records_in_the_results(trainer: Trainer) -> None:
+    write(ONE)
+    measured, _ = run()
+    trainer.calls()
+    marker = Path("out/mine/seed_1234/evaluated.json")
+    content = json.loads(marker.read_text())
+    hashes = [hashlib.sha256(json.dumps(row).encode()).hexdigest() for row in content["records"]]
+    marker.write_text(json.dumps({**content, "records": hashes}))
+    assert run()[0] == measured
+    assert trainer.calls() == []
+    for others in ([*hashes, "0"], [{"method": "mine", "speed": 1}]):
+        marker.write_text(json.dumps({**content, "records": others}))
+        run()
+        assert trainer.calls() == ["evaluate out/mine/seed_1234"]
 
 
 def test_another_configuration_is_another_run(trainer: Trainer) -> None:
