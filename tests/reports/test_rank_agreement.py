@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
+from megatron.reports.paper_experiment import PublishedTable, build_published_tables
 from megatron.reports.rank_agreement import build_agreement_table, compare_orders
 from megatron.reports.records import Record, record_from_row
 
@@ -38,6 +39,22 @@ def test_orders_are_compared_at_equal_multiples_over_common_methods() -> None:
     assert all(set(agreement.methods) == {"a", "b", "c"} for agreement in found)
     assert [agreement.tau for agreement in found] == pytest.approx([count_agreement((5, 6, 7), (2, 1, 3)), 1.0])
     assert all(agreement.interval is None for agreement in found), "a seed without blocks has no uncertainty"
+
+
+def test_multiples_are_found_despite_rounding() -> None:
+    rows = [
+        {"method": method, "train_length": 100, "length": length, "tokens": 64, "protocol": "task", "seed": 1,
+         "target_digest": "d", "accuracy": value}
+        for length in (100, 107, 110) for method, value in (("good", 0.9), ("fair", 0.5), ("bad", 0.1))
+    ]  # fmt: skip
+    (table,) = build_comparison_tables([record_from_row(row) for row in rows])
+    assert table.train_length * (110 / 100) != 110
+    grid = build_agreement_table(table, table, "A title")
+    assert dict(grid.rows)["good"] == ("90.00 | 90.00",) * 3
+    assert [found.methods for found in compare_orders(table, table, 2)] == [("good", "fair")] * 3
+    published = PublishedTable("a paper", 100, "accuracy", (100, 110), {"good": [0.8, 0.7], "bad": [0.3, None]})
+    (text_table,) = build_published_tables(published, [table])
+    assert text_table.rows[0] == ("good", ("80.00 | 90.00", "70.00 | 90.00"))
 
 
 def test_the_interval_covers_the_seeds_of_either_table() -> None:
