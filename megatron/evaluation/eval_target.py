@@ -101,12 +101,13 @@ def choose_lengths(options: EvaluationOptions, train_lengths: Sequence[int]) -> 
                 "lengths in tokens"
             )
         length = multiple * train_lengths[0]
-        if not (1 <= length < MAX_EVALUATION_LENGTH and math.floor(length) == length):
+        # 1.1 · 100 is 110.00000000000001 in float64.
+        if not (1 <= length < MAX_EVALUATION_LENGTH and math.isclose(length, round(length), rel_tol=1e-12)):
             raise UserError(
                 f"lengths: {multiple:g}x is {length:.6g} tokens at the training length {train_lengths[0]:,}; "
                 "it must be a whole number of tokens"
             )
-        lengths.add(int(length))
+        lengths.add(round(length))
     return tuple(sorted(lengths))
 
 

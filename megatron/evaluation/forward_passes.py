@@ -8,6 +8,7 @@ value to a hook, and then calls the real backend, observes each layer of the act
 it. Maps are computed from `AttentionInputs` in row blocks, so that no full map is ever in memory.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -98,7 +99,7 @@ class TokenSampler:
         """Compute the sampled distribution, float64 [B, v], from logits [B, V]. The temperature must not be 0.
 
         Raises:
-            RunError: a logit is NaN.
+            RunError: a logit is NaN or +∞.
         """
         scores = self._drop_padding(logits).double()
         scores = (scores - scores.amax(-1, keepdim=True)) / self.temperature  # first: 1e-300 is a valid temperature
@@ -123,7 +124,7 @@ class TokenSampler:
             int64 [B], each less than v.
 
         Raises:
-            RunError: a logit is NaN.
+            RunError: a logit is NaN or +∞.
         """
         if self.temperature == 0:
             return self._drop_padding(logits).argmax(-1)
@@ -138,11 +139,11 @@ class TokenSampler:
         """Return the logits of the tokenizer's own tokens, [B, v].
 
         Raises:
-            RunError: a logit is NaN.
+            RunError: a logit is NaN or +∞.
         """
         logits = logits[:, : self.vocab_size]
-        if logits.isnan().any():
-            raise RunError("the model's logits are NaN; check its weights, or use a higher precision")
+        if not (logits < math.inf).all():
+            raise RunError("the model's logits are NaN or infinite; check its weights, or use a higher precision")
         return logits
 
 

@@ -179,7 +179,7 @@ def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPla
     """
     if "long_perplexity" not in (options.measures or ()):
         for name in ("key_tokens", "find_key_tokens", "key_alpha", "key_beta"):
-            if getattr(options, name):
+            if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
                 raise UserError(f"{name}: only for the measure long_perplexity; add it to measures")
         return None
     if options.key_tokens is None:

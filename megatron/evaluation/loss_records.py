@@ -12,6 +12,7 @@
 Blocks of text are the independent samples of every interval (`megatron.reports.significance`).
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -252,9 +253,12 @@ class RecordBuilder:
         if key_tokens.tokens is None:
             key_tokens.find(self.plan, self.target_set, self.losses, loss_mask, self.record_fields)
         assert key_tokens.tokens is not None
-        is_key = key_tokens.select(self.plan, self.target_set) & loss_mask
-        counts = is_key.sum(axis=1)
-        fields = {"target_digest": key_tokens.tokens.digest, "remark": key_tokens.tokens.remark}
+        selected = key_tokens.select(self.plan, self.target_set)
+        is_key = selected & loss_mask
+        counts, digest = is_key.sum(axis=1), key_tokens.tokens.digest
+        if counts.sum() < selected.sum():  # eod_mask_loss excludes some, so models trained without it score others
+            digest = hashlib.sha256(f"{digest} {self.tokens.digest}".encode()).hexdigest()[:16]
+        fields = {"target_digest": digest, "remark": key_tokens.tokens.remark}
         if not counts.any():
             raise RunError(f"{self.record_fields['method']}: the model was not trained to predict any key token")
         summaries = []
@@ -309,7 +313,9 @@ class RecordBuilder:
                 interval: dict[str, Any] = {}
                 if draws is not None:
                     full, local = draws[index], draws[0]  # with the whole context, and without
-                    gains = local - full if metric == "log_ratio" else np.exp(local) - np.exp(full)
+                    if metric == "delta_perplexity":  # as for `compute_clamped_exp`
+                        full, local = (np.exp(np.minimum(nats, MAX_NLL)) for nats in (full, local))
+                    gains = local - full
                     interval = build_interval_fields(gains)
                 yield Record(**shared, metric=metric, value=value, **interval)
 

@@ -47,8 +47,8 @@ SCORE_TOLERANCE = 1e-9
 """Tolerance below which two scores are equal."""
 
 SAME_MEASUREMENT_FIELDS = (
-    "protocol", "target_digest", "run", "step", "train_tokens", "seed", "position", "backend", "dtype", "device",
-    "software",
+    "protocol", "target_digest", "run", "training_digest", "step", "train_tokens", "seed", "position", "backend",
+    "dtype", "device", "software",
 )  # fmt: skip
 """Fields that must agree for a finished cell to be reused."""
 

@@ -205,8 +205,9 @@ class RepeatedTokens(Probe):
     def from_options(
         cls, options: EvaluationOptions, lengths: Sequence[int], num_sequences: int, tokenizer: Tokenizer
     ) -> Self:
-        if options.depths is not None or options.score_threshold is not None:
-            raise UserError("depths: protocol repeated uses distances, not depths; omit it")
+        for name in ("depths", "score_threshold"):
+            if getattr(options, name) is not None:
+                raise UserError(f"{name}: protocol repeated uses distances, not depths; omit it")
         num_copied, *more = options.targets or [DEFAULT_NUM_COPIED]
         if more:
             raise UserError("targets: protocol repeated copies one number of tokens; give one number")

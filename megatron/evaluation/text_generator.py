@@ -71,7 +71,7 @@ class TextGenerator:
 
         Raises:
             UserError: the model has too few positions.
-            RunError: a logit is NaN.
+            RunError: a logit is NaN or +∞.
         """
         chosen = range(len(prompts)) if selected is None else selected
         for group in group_prompts(self.model, [len(prompts[index]) for index in chosen], self.options.batch_size):

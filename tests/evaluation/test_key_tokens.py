@@ -90,9 +90,24 @@ def test_long_perplexity_is_that_of_a_loop(tmp_path: Path) -> None:
     (table,) = build_comparison_tables([*found, *long_perplexity(other, read, method="b")])
     assert table.methods == ("a", "b")
     assert table.title.startswith("Perplexity per key token")
-    masked = long_perplexity(other, read, eod_mask_loss=True)
-    after_eod = sum(STREAM[key - 1] == BYTES.eod for key in keys)
-    assert masked[0].tokens == len(keys) - after_eod
+
+
+def test_models_that_skip_a_key_token_are_not_compared_with_others(tmp_path: Path, running_mean: RunningMean) -> None:
+    path, stream = tmp_path / "keys.json", STREAM.copy()
+    stream[26] = BYTES.eod
+    finding = {"find_key_tokens": True, "key_alpha": 0.0, "key_beta": -9.0}
+    long_perplexity(running_mean, Options(**KEYS, key_tokens=str(path), **finding), stream=stream)
+    tables = []
+    for positions in ([23, 24, 27], [23, 24]):  # the token at 27 follows the end of a document
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"positions": positions}))
+        read = Options(**KEYS, key_tokens=str(path))
+        every, masked = (
+            long_perplexity(running_mean, read, method=name, stream=stream, eod_mask_loss=name == "masked")
+            for name in ("every", "masked")
+        )
+        assert [every[0].tokens, masked[0].tokens] == [len(positions), 2]
+        tables.append([table.methods for table in build_comparison_tables([*every, *masked])])
+    assert tables == [[("every",), ("masked",)], [("every", "masked")]]
 
 
 def find_published_key_tokens(
@@ -190,6 +205,10 @@ def test_key_tokens_fit_one_text_and_one_choice_of_windows(tmp_path: Path, runni
         ({"key_tokens": str(damaged)}, "not a file of key tokens: alpha is missing"),
         ({"key_tokens": None}, "long_perplexity needs key_tokens"),
         ({"measures": ["perplexity"]}, "only for the measure long_perplexity"),
+        (
+            {"measures": ["perplexity"], "key_tokens": None, "key_alpha": 0.0},
+            "key_alpha: only for the measure long_perplexity",
+        ),
         ({"targets": [3, 5]}, "needs one set of targets"),
         ({"protocol": "nonoverlapping", "targets": None, "windows": None}, "needs one set of targets"),
         (

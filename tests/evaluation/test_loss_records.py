@@ -11,11 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron.evaluation.loss_records import check_measures, list_position_bins
-from megatron.evaluation.protocols import plan_from_options
+from megatron.evaluation.loss_records import (
+    RecordBuilder,
+    ScoredLength,
+    TargetTokens,
+    check_measures,
+    list_position_bins,
+)
+from megatron.evaluation.protocols import build_scoring_plan, plan_from_options
 from megatron.options.evaluation import EvaluationOptions as Options
 from megatron.reports import context_gain
 from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.metrics import MAX_NLL
 from megatron.reports.records import Record, read_records, write_records
 from megatron.reports.uncertainty import compute_percentile_interval, draw_bootstrap_means
 from megatron.utils.errors import UserError
@@ -64,6 +71,21 @@ def test_delta_perplexity(running_mean: RunningMean) -> None:
         low, high = record.bootstrap_interval
         assert min(extremes) - 2 * VOCABULARY_ROUNDING <= low <= record.value <= high
         assert high <= max(extremes) + 2 * VOCABULARY_ROUNDING
+
+
+def test_the_gain_of_a_model_with_huge_losses_is_finite() -> None:
+    """The mean loss has a perplexity, but the resampled means of some blocks exceed the range of exp."""
+    plan = build_scoring_plan(1000, [4, 8], targets=[4], windows=8)
+    (target_set,) = plan.target_sets
+    tokens = TargetTokens(np.ones((8, 4), dtype=bool), 0, "d")
+    fields = {"method": "a", "seed": 1, "train_length": 4}
+    builder = RecordBuilder(plan, target_set, tokens, 4, ["delta_perplexity"], fields)
+    losses = np.repeat(MAX_NLL - 10 + np.array([[-60.0], [60.0]] * 4), 4, axis=1)
+    builder.add(ScoredLength(4, losses, {}))
+    builder.add(ScoredLength(8, losses - 1, {}))
+    gain, log_ratio = builder.build_records()
+    assert gain.low < gain.value < math.exp(MAX_NLL)
+    assert (log_ratio.low, log_ratio.value, log_ratio.high) == pytest.approx((1, 1, 1))
 
 
 VOCABULARY_ROUNDING = ROUNDING * 60

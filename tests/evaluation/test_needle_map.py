@@ -165,8 +165,9 @@ def test_the_note_counts_merged_tokens() -> None:
 def test_losses_match_the_model() -> None:
     model = tiny_gpt(pos_emb="kerple_log")
     small = build_probe(Options(protocol="passkey", depths=2, windows=3), [120], BYTES)
-    with pytest.raises(UserError, match="depths: protocol repeated uses distances"):
-        build_probe(Options(protocol="repeated", depths=2), [120], BYTES)
+    for name, value in (("depths", 2), ("score_threshold", 0.5)):
+        with pytest.raises(UserError, match=f"{name}: protocol repeated uses distances"):
+            build_probe(Options(protocol="repeated", **{name: value}), [120], BYTES)
     small.vocabulary = small.vocabulary.__class__(19, "bytes", None)
     rows = {depth: small.build_sequences(120, depth) % 19 for depth in (0.0, 1.0)}
     small.build_sequences = lambda length, depth: rows[depth]  # type: ignore[method-assign]
@@ -224,7 +225,7 @@ def test_shared_prefixes_are_computed_once(position: dict, monkeypatch: pytest.M
 
 def test_an_interrupted_map_resumes(tmp_path: object) -> None:
     probe, whole = Passkey((200, 400), 4, BYTES, (0.0, 0.5, 1.0)), KeyReader(260)
-    fields = {"run": "runs/a", "software": "x"}
+    fields = {"run": "runs/a", "software": "x", "training_digest": "t"}
     expected = probe.score(loaded(whole), ScoringContext(fields))  # type: ignore[arg-type]
     partial = PartialRecords.open(tmp_path)  # type: ignore[arg-type]
     assert partial.previous == ()
@@ -247,7 +248,7 @@ def test_an_interrupted_map_resumes(tmp_path: object) -> None:
     drop = {"date", "seconds", "cpu_seconds", "software", "memory_gib"}
     for one, other in zip(found, expected, strict=True):
         assert one.model_dump(exclude=drop) == other.model_dump(exclude=drop)
-    for other in ({"run": "runs/b"}, {"step": 7}, {"software": "y"}):
+    for other in ({"run": "runs/b"}, {"step": 7}, {"software": "y"}, {"training_digest": "u"}):
         again = KeyReader(260)
         probe.score(loaded(again), ScoringContext({**fields, **other}, finished_records=left))  # type: ignore[arg-type]
         assert again.num_passes == 6, "what another model, or other code, measured is not taken"

@@ -523,6 +523,12 @@ def test_lengths_in_tokens_and_in_training_lengths(text: str | None, lengths: li
     assert choose_lengths(asked, [8, 8]) == tuple(lengths or [8, 16, 32, 64, 128, 256])
 
 
+def test_multiples_are_exact_despite_rounding() -> None:
+    assert 100 * 1.1 > 110
+    assert 100 * 4.35 < 435
+    assert choose_lengths(Options(**parse_lengths("1.1x,4.35x")), [100]) == (110, 435)
+
+
 @pytest.mark.parametrize("text", ["", "8,", "x", "-8", "0", "0.3x", "1e99999x", "8.0", "nanx", "infx", "9" * 30])
 def test_invalid_lengths(text: str) -> None:
     with pytest.raises(UserError, match=r"is not a length|it must be a whole number of tokens"):

@@ -73,7 +73,10 @@ def test_padding_and_truncated_tokens_are_never_sampled(dtype: torch.dtype) -> N
     assert TokenSampler(6, 0.0).sample(logits, edges).tolist() == [5] * 4
 
 
-def test_nan_logits_are_reported() -> None:
+@pytest.mark.parametrize("logit", [torch.nan, torch.inf])
+def test_logits_without_a_distribution_are_reported(logit: float) -> None:
+    uniforms = torch.zeros(1, dtype=torch.float64)
     for temperature in (0.0, 1.0):
-        with pytest.raises(RunError, match="logits are NaN"):
-            TokenSampler(2, temperature).sample(torch.tensor([[0.0, torch.nan]]), torch.zeros(1, dtype=torch.float64))
+        with pytest.raises(RunError, match="logits are NaN or infinite"):
+            TokenSampler(2, temperature).sample(torch.tensor([[0.0, logit]]), uniforms)
+        assert TokenSampler(2, temperature).sample(torch.tensor([[0.0, -torch.inf]]), uniforms).tolist() == [0]
