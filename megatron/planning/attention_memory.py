@@ -10,7 +10,7 @@ d head dimension, W width of a processor, N distances, b bytes of the compute ty
 |                              | a half type; processor: B·(H + W)·S·b more   | their gradients                     |
 | recomputed row blocks        | tables                                       | the same                            |
 | sdpa                         | 4 bytes per row and head; its output if q is | negligible                          |
-|                              | rotated                                      |                                     |
+|                              | rotated; masks if there is a window          |                                     |
 | kernels/biased_attention     | its output, 4 bytes per row and head, tables | dq, dk, dv, sums of table gradients |
 | kernels/cdape_attention      | contiguous q, k and v; 8 bytes per row and   | score matrices of one chunk, sums   |
 |                              | head; tables, 4·N·(k·H + W) bytes; two       | of dk and dv                        |
@@ -20,7 +20,7 @@ d head dimension, W width of a processor, N distances, b bytes of the compute ty
 The backend that `auto` selects depends on a self-check on the GPU; without one it uses PyTorch's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.attention.backends.backend import find_unsupported_feature, list_method_features
@@ -59,10 +59,11 @@ TABLE_MARGINS = 1024
 def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
     """Estimate the memory of PyTorch's fused attention."""
     size = 4 * shape.batch_size * shape.num_rows * shape.num_heads  # log-sum-exp of each row
-    if shape.encoding.facts.rotates_qk and len(shape.segments) == 1:
+    saves_output = shape.encoding.facts.rotates_qk and len(shape.segments) == 1
+    if saves_output:
         size += shape.query_bytes  # in the layout of the rotated queries, which the next layer cannot read
-    # PyTorch's causal attention needs whole sequences of one document, and flash attention supports several documents
-    # in whole rows. Otherwise masks in the compute type are saved; all layers share document masks.
+    # PyTorch's causal attention needs whole sequences of one document without a window, and flash attention supports
+    # several documents in whole rows. Otherwise masks in the compute type are saved; all layers share document masks.
     is_half = shape.bytes_per_element == 2 and shape.rotated_dim % 8 == 0 and shape.rotated_dim <= MAX_PACKED_HEAD_DIM
     if shape.has_documents and is_half and len(shape.segments) == 1 and not shape.has_dropout:
         copies = shape.batch_size > 1  # packs several rows into one
@@ -71,19 +72,25 @@ def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
             saved_bytes=size, copies_query=copies, copies_keys=copies, pads_values=True, recomputed_fraction=0.5
         )
     if shape.has_documents:
-        blocks = [
-            (min(first + MASKED_ROWS, start + length) - first, min(first + MASKED_ROWS, start + length))
-            for start, length in shape.segments
-            for first in range(start, start + length, MASKED_ROWS)
-        ]
-        masks = shape.batch_size * shape.bytes_per_element * sum(rows * columns for rows, columns in blocks)
+        masks = shape.batch_size * shape.bytes_per_element * _count_masked_scores(shape, shape.segments)
         return AttentionMemory(
             saved_bytes=size + shape.query_bytes, shared_bytes=masks, pads_values=True, recomputed_fraction=0.5
         )
-    if len(shape.segments) > 1:
-        masked = [(start, length) for start, length in shape.segments if start]
-        size += shape.query_bytes + shape.bytes_per_element * sum(length * (start + length) for start, length in masked)
+    if masked := [(start, length) for start, length in shape.segments if start or (shape.window or length) < length]:
+        size += shape.bytes_per_element * _count_masked_scores(shape, masked)
+        size += 0 if saves_output else shape.query_bytes  # the outputs of blocks, which are concatenated
     return AttentionMemory(saved_bytes=size, pads_values=True, recomputed_fraction=0.5)
+
+
+def _count_masked_scores(shape: AttentionShape, segments: Sequence[tuple[int, int]]) -> int:
+    """Return the number of entries in the masks of segments (first row, number of rows), over all blocks of rows."""
+    blocks = [
+        (first, min(MASKED_ROWS, start + length - first))
+        for start, length in segments
+        for first in range(start, start + length, MASKED_ROWS)
+    ]
+    reach = shape.num_columns if shape.window is None else shape.window - 1
+    return sum(rows * (rows + min(first, reach)) for first, rows in blocks)
 
 
 def estimate_biased_attention(shape: AttentionShape) -> AttentionMemory:

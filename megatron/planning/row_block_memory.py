@@ -223,8 +223,14 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     shared_bytes = encoding.cost.saved_bytes_per_score(encoding.options)
     if shape.has_softcap:
         per_sequence += b * heads  # the hyperbolic tangents
+    changes_weights = shape.processor is not None and shape.processor.changes_weights
     if shape.softmax_type.startswith("stick-breaking"):
         per_sequence += 4 * heads  # the logits, which the backward pass of a softmax does not need
+    if shape.softmax_type == "stick-breaking-remainder":
+        # The mask of the rows' own keys, and the weights with the remainder unless only their half copy is read.
+        per_sequence += heads * (1 + (0 if half_copy_bytes and not changes_weights else 4))
+    if changes_weights and shape.softmax_type in ("off-by-one", "learnable"):
+        per_sequence += 4 * heads  # a contiguous copy of the weights without the sinks' column
     if encoding.facts.multiplies_scores:
         per_sequence += b * heads
         shared_bytes += b * heads
@@ -234,7 +240,7 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
         per_sequence += 4 * heads * shape.processor.num_head_maps
         # In float32, with the scores they are computed from; blocks also save their inputs from earlier blocks.
         per_sequence += shape.processor.num_sequence_maps * ((4 if is_eager else 8) + 2)
-        if shape.processor.changes_weights:
+        if changes_weights:
             per_sequence += b * heads - half_copy_bytes * heads
         if shape.processor.width:
             per_sequence += b * (heads + shape.processor.width)

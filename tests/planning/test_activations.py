@@ -270,6 +270,11 @@ def test_sinks_stick_breaking_and_gates(precision: str) -> None:
         {**METHODS["rotary"], "attention_backend": "eager", "softmax_type": "learnable"},
         {**METHODS["cdape"], "attention_backend": "eager", "softmax_type": "off-by-one"},
         {**METHODS["kerple_log"], "attention_backend": "eager", "softmax_type": "stick-breaking"},
+        {**METHODS["kerple_log"], "attention_backend": "eager", "softmax_type": "stick-breaking-remainder"},
+        {**METHODS["cdape"], "attention_backend": "auto", "softmax_type": "stick-breaking-remainder"},
+        {**WITH_MAPS["talking heads"], "attention_backend": "eager", "softmax_type": "off-by-one"},
+        {**WITH_MAPS["talking heads"], "attention_backend": "auto", "softmax_type": "learnable"},
+        {**WITH_MAPS["mta"], "attention_backend": "eager", "softmax_type": "stick-breaking-remainder"},
         {**METHODS["kerple_log"], "checkpoint_activations": "selective", "attention_output_gate": True},
     ):
         wanted = config(256, **keys, precision=precision)
@@ -282,6 +287,19 @@ def test_a_window_leaves_out_columns() -> None:
     assert estimate_layer_activations(plan_layer(wanted), ParallelSizes()).saved_bytes == pytest.approx(
         measured(wanted), rel=0.1
     )
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masks_of_a_window_in_fused_attention(ranks: int, precision: str, request: pytest.FixtureRequest) -> None:
+    if ranks > 1:
+        request.getfixturevalue("copied_places")
+    for pos_emb, window in (("rotary", 100), ("none", 100), ("none", 700), ("rotary", 1200)):
+        wanted = config(1200, pos_emb=pos_emb, attention_backend="sdpa", attention_window=window, precision=precision)
+        for index in range(ranks):
+            estimate = estimate_layer_activations(plan_layer(wanted), ParallelSizes(context=ranks), context_rank=index)
+            found = measured(wanted, Axis(index, ranks))
+            assert estimate.saved_bytes == pytest.approx(found, rel=0.02), (pos_emb, window, index)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
