@@ -8,7 +8,6 @@ value to a hook, and then calls the real backend, observes each layer of the act
 it. Maps are computed from `AttentionInputs` in row blocks, so that no full map is ever in memory.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -142,7 +141,7 @@ class TokenSampler:
             RunError: a logit is NaN or +∞.
         """
         logits = logits[:, : self.vocab_size]
-        if not (logits < math.inf).all():
+        if (logits.isnan() | logits.isposinf()).any():
             raise RunError("the model's logits are NaN or infinite; check its weights, or use a higher precision")
         return logits
 

@@ -59,3 +59,12 @@ def test_configurations_without_a_baseline_are_rejected(refuses: Callable[..., A
     sweep = {key: value for key, value in TINY["sweep"].items() if key != "against"}  # type: ignore[attr-defined]
     (tmp_path / "tiny.yml").write_text(yaml.safe_dump({**TINY, "sweep": sweep}), encoding="utf-8")
     refuses(method_costs, "--configs", str(tmp_path / "tiny.yml"), says="sweep.against and sweep.corpus are missing")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("rotry", "did you mean rotary?"), ("zzz", "choose from rotary, learned, none")]
+)
+def test_unknown_methods_are_rejected(refuses: Callable[..., Any], tmp_path: Path, name: str, hint: str) -> None:
+    (tmp_path / "tiny.yml").write_text(yaml.safe_dump(TINY, sort_keys=False), encoding="utf-8")
+    words = ("--configs", str(tmp_path / "tiny.yml"), "--methods", "rotary", name)
+    refuses(method_costs, *words, says=f"{name!r} is not a variant of the sweep; {hint}")

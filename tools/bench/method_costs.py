@@ -47,6 +47,7 @@ from megatron.training.resolve_run import resolve_run  # noqa: E402
 from megatron.training.trainer import Trainer  # noqa: E402
 from megatron.training.training_run import build_training_run  # noqa: E402
 from megatron.utils.errors import UserError  # noqa: E402
+from megatron.utils.formatting import suggest_names  # noqa: E402
 from megatron.utils.signals import GracefulStop  # noqa: E402
 from tools.bench.timing import compute_quartiles  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
@@ -122,6 +123,11 @@ def compare_costs(arguments: argparse.Namespace) -> None:
     first = sweep.members[0]
     members = [member for member in sweep.members if member.benchmark is None and member.seed == first.seed]
     if arguments.methods:
+        variants = [member.variant for member in members]
+        for name in arguments.methods:
+            if name not in variants:
+                hint = suggest_names(name, variants) or f"choose from {', '.join(variants)}"
+                raise UserError(f"--methods: {name!r} is not a variant of the sweep; {hint}")
         members = [member for member in members if member.variant in (*arguments.methods, baseline)]
     train_length = first.config.model.seq_length
     length = choose_lengths(first.evaluation, [train_length])[-1]
