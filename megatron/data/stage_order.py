@@ -53,7 +53,7 @@ class StageOrder:
         """Return the number of blocks, a partial one included, for the first `sequences` sequences of a length."""
         return -(-sequences * length // self.block_length)
 
-    def rename(self, names: Mapping[str, str]) -> "StageOrder":
+    def rename_datasets(self, names: Mapping[str, str]) -> "StageOrder":
         """Return the same order with other prefixes for some datasets."""
         sources = {names.get(prefix, prefix): source for prefix, source in self.sources.items()}
         return replace(self, sources=sources)
@@ -70,7 +70,7 @@ class StageOrder:
 
 
 def list_dataset_prefixes(data: DataOptions) -> list[str]:
-    """Return the prefixes of the training datasets that a configuration names, which are no folders."""
+    """Return the prefixes of the training datasets that a configuration names, without .bin and .idx."""
     corpora = data.train_data_paths if data.data_path is None else [data.data_path]
     return [_get_prefix(name) for corpus in corpora for name in list_corpus_names(corpus)]
 

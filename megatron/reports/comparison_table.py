@@ -151,10 +151,10 @@ class ComparisonTable:
         """Largest number of seeds of any cell."""
         return _count_max_seeds(self.records)
 
-    def get_x(self, length_ratio: float) -> float:
-        """Return the x value at a multiple of the training length."""
+    def get_length_at_multiple(self, multiple: float) -> float:
+        """Return the x value of a table over lengths at a multiple of the training length."""
         # 100 · (110 / 100) is 110.00000000000001 in float64.
-        return round(self.train_length * length_ratio, 6)
+        return round(self.train_length * multiple, 6)
 
     def get_partial_num_seeds(self, num_seeds: int) -> int | None:
         """Return a number of seeds if it must be shown because other cells have more, else None."""

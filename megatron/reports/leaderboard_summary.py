@@ -325,7 +325,7 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     steps, values = zip(*by_name.values(), strict=True)
     ends = MAX_SHOWN_STEP * statistics.median(steps), MAX_SHOWN_VALUE * min(values)
     for name, point in by_name.items():
-        by_name[name], marker = limit_point(point, ends)
+        by_name[name], marker = clamp_to_axes(point, ends)
         color = "#0072B2" if name in frontier else "0.55"
         axes.plot(*by_name[name], marker=marker, markersize=4, color=color)
     axes.plot(*zip(*(by_name[name] for name in frontier), strict=True), color="0.6", linewidth=1, zorder=0)
@@ -345,7 +345,7 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     return content.getvalue()
 
 
-def limit_point(point: tuple[float, float], ends: tuple[float, float]) -> tuple[tuple[float, float], str]:
+def clamp_to_axes(point: tuple[float, float], ends: tuple[float, float]) -> tuple[tuple[float, float], str]:
     """Return a point moved to the ends of the axes if it lies beyond them, and its marker, which points outward."""
     marker = ">" if point[0] > ends[0] else "^" if point[1] > ends[1] else "o"
     return (min(point[0], ends[0]), min(point[1], ends[1])), marker

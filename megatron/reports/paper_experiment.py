@@ -191,7 +191,7 @@ def compute_rank_agreement(published: PublishedTable, table: ComparisonTable) ->
     agreements = []
     for column, length in enumerate(published.lengths):
         length_ratio = length / published.train_length
-        length_here = table.get_x(length_ratio)
+        length_here = table.get_length_at_multiple(length_ratio)
         published_values = {
             method: value
             for method, values in published.rows.items()
@@ -222,7 +222,7 @@ def _build_published_table(published: PublishedTable, table: ComparisonTable) ->
     for method, values in published.rows.items():
         cells = []
         for length_ratio, value in zip(length_ratios, values, strict=True):
-            length_here = table.get_x(length_ratio)
+            length_here = table.get_length_at_multiple(length_ratio)
             cell = table.cells.get((method, length_here))
             published_text = "–" if value is None else metric.format_value(value)
             measured_text = str(cell).rstrip("*") if cell is not None else "–"
@@ -244,7 +244,7 @@ def _build_published_table(published: PublishedTable, table: ComparisonTable) ->
         title=f"Published | ours: {published.source}; ours: {table.title}",
         corner_header="method",
         column_headers=tuple(
-            f"{format_multiple(length_ratio)} ({length:,} | {table.get_x(length_ratio):,.0f})"
+            f"{format_multiple(length_ratio)} ({length:,} | {table.get_length_at_multiple(length_ratio):,.0f})"
             for length_ratio, length in zip(length_ratios, published.lengths, strict=True)
         ),
         rows=tuple(rows),

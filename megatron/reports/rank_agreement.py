@@ -92,7 +92,7 @@ def compare_orders(table: ComparisonTable, other: ComparisonTable, num_best: int
     agreements = []
     for x in table.x_values:
         length_ratio = x / table.train_length
-        x_other = other.get_x(length_ratio)
+        x_other = other.get_length_at_multiple(length_ratio)
         common = [m for m in table.methods if (m, x) in table.cells and (m, x_other) in other.cells]
         methods = tuple(sorted(common, key=lambda m: table.metric.get_sort_key(table.cells[m, x].mean))[:num_best])
         if len(methods) < 2:
@@ -145,7 +145,7 @@ def build_agreement_table(
     methods = dict.fromkeys(m for agreement in reversed(agreements) for m in agreement.methods)
 
     def format_values(method: str, length_ratio: float) -> str:
-        cells = [t.cells.get((method, t.get_x(length_ratio))) for t in (table, other)]
+        cells = [t.cells.get((method, t.get_length_at_multiple(length_ratio))) for t in (table, other)]
         return " | ".join("–" if cell is None else str(cell).rstrip("*") for cell in cells)
 
     rows = [(method, tuple(format_values(method, ratio) for ratio in length_ratios)) for method in methods]

@@ -254,7 +254,7 @@ class BatchHistory:
             state.restore(position)
             if position.order is not None:
                 prefixes = (list_dataset_prefixes(each.data) for each in (stored, config))
-                position.order = position.order.rename(dict(zip(*prefixes, strict=True)))
+                position.order = position.order.rename_datasets(dict(zip(*prefixes, strict=True)))
             self._orders[checkpoint] = DataOrder(config, position, state.consumed_samples)
         return self._orders[checkpoint]
 

@@ -272,7 +272,7 @@ def _enter_stage(resume: ResumePlan) -> tuple[ResumePlan, list[str]]:
             order = begin_order(data, before.model.seq_length, state.train_samples)
         if order.block_length == block:
             order, left_out = continue_order(
-                order.rename(moved),
+                order.rename_datasets(moved),
                 state.consumed_samples,
                 before=(data, before.model.seq_length),
                 now=(config.data, length),

@@ -98,7 +98,7 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
-KillWait=30
+KillWait=60
 {lines}
 PartitionName=debug Nodes={",".join(nodes)} Default=YES MaxTime=60 State=UP
 """

@@ -16,7 +16,7 @@ from megatron.reports.combine import combine_results
 from megatron.reports.comparison_table import build_comparison_tables
 from megatron.reports.leaderboard import Ablation, Leaderboard, LeaderboardReport
 from megatron.reports.leaderboard_benchmarks import RankedBenchmark
-from megatron.reports.leaderboard_summary import annotate_points, build_answers, find_frontier, limit_point
+from megatron.reports.leaderboard_summary import annotate_points, build_answers, clamp_to_axes, find_frontier
 from megatron.reports.metrics import get_metric
 from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.records import Record, record_from_row, write_records
@@ -467,4 +467,4 @@ def test_names_of_near_points_do_not_cover_each_other() -> None:
     ],
 )
 def test_points_beyond_the_axes_are_drawn_at_their_ends(point, limited, marker) -> None:
-    assert limit_point(point, (2, 10)) == (limited, marker)
+    assert clamp_to_axes(point, (2, 10)) == (limited, marker)

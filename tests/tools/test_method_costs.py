@@ -33,7 +33,7 @@ TINY = {
 def test_ratios_are_of_the_same_round() -> None:
     """The machine of the second round is ten times as slow, which changes no ratio."""
     times = {"rotary": [1.0, 10.0, 2.0], "none": [0.5, 6.0, 1.2]}
-    summary = method_costs.summarize(times, "rotary")
+    summary = method_costs.compute_cost_ratios(times, "rotary")
     assert summary["rotary"] == {"seconds": 2.0, "ratio": [1.0, 1.0, 1.0]}
     assert summary["none"] == {"seconds": 1.2, "ratio": [0.55, 0.6, 0.6]}
 

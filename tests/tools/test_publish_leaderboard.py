@@ -13,7 +13,7 @@ from megatron.reports.paper_experiment import Experiment, write_experiment
 from megatron.reports.records import Record, record_from_row
 from megatron.reports.run_records import RunFailure, RunOutcome, get_run_file, read_failures, write_run_file
 from megatron.utils.errors import UserError
-from tools.docs.publish_leaderboard import publish, replace_costs
+from tools.docs.publish_leaderboard import publish, replace_cpu_times
 
 PLAN = LeaderboardPlan(("rotary", "alibi"), (1, 2), ("copy",))
 
@@ -126,7 +126,7 @@ def test_costs_measured_in_turns_replace_those_of_the_runs(tmp_path: Path) -> No
 
     given = [build("rotary", 64, 1.0), build("rotary", 128, 3.0), build("rotary (yarn)", 128, 6.0)]
     given += [build("cdape", 128, 8.0), build("copier", 128, 8.0, "task")]
-    found = [(r.step_cpu_seconds, r.cpu_seconds) for r in replace_costs(given, tmp_path / "costs.json")]
+    found = [(r.step_cpu_seconds, r.cpu_seconds) for r in replace_cpu_times(given, tmp_path / "costs.json")]
     assert found == [(0.5, 1.0), (0.5, 2.0), (0.5, 4.0), (0.75, 3.0), (7.0, 8.0)]
     with pytest.raises(UserError, match="no costs of 'fox'"):
-        replace_costs([build("fox", 128, 1.0)], tmp_path / "costs.json")
+        replace_cpu_times([build("fox", 128, 1.0)], tmp_path / "costs.json")

@@ -36,20 +36,15 @@ import torch  # noqa: E402
 from megatron.config.schema import Config  # noqa: E402
 from megatron.data.corpus.prepare import prepare_corpus  # noqa: E402
 from megatron.data.datasets import load_token_stream  # noqa: E402
-from megatron.distributed.hardware import LocalHardware  # noqa: E402
-from megatron.distributed.launcher_environment import RankInfo  # noqa: E402
 from megatron.evaluation.eval_target import choose_lengths  # noqa: E402
 from megatron.evaluation.perplexity import compute_window_losses  # noqa: E402
 from megatron.options.data import CorpusOptions  # noqa: E402
 from megatron.sweeps.spec import read_sweep  # noqa: E402
-from megatron.training.console import ConsoleReporter  # noqa: E402
-from megatron.training.resolve_run import resolve_run  # noqa: E402
-from megatron.training.trainer import Trainer  # noqa: E402
-from megatron.training.training_run import build_training_run  # noqa: E402
 from megatron.utils.errors import UserError  # noqa: E402
 from megatron.utils.formatting import suggest_names  # noqa: E402
 from megatron.utils.signals import GracefulStop  # noqa: E402
 from tools.bench.timing import compute_quartiles  # noqa: E402
+from tools.bench.train_loop import start_trainer  # noqa: E402
 from tools.records import collect_provenance, write_record  # noqa: E402
 
 
@@ -75,10 +70,8 @@ class MethodTimer:
             hang_timeout=None,
             device="cpu",
         )
-        config = resolve_run(config, LocalHardware.detect()).config
-        run = build_training_run(config, RankInfo(), ConsoleReporter(None, config.training.train_iters))
-        self.model, self.length, self.targets = run.engine.model, length, targets
-        self.trainer = Trainer(run, time.perf_counter())
+        self.trainer = start_trainer(config)
+        self.model, self.length, self.targets = self.trainer.run.engine.model, length, targets
         self.stream = load_token_stream(config.data, "train")
 
     def time_steps(self, steps: int, stop: GracefulStop) -> float:
@@ -105,7 +98,7 @@ def _time(action: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def summarize(times: dict[str, list[float]], baseline: str) -> dict[str, dict[str, Any]]:
+def compute_cost_ratios(times: dict[str, list[float]], baseline: str) -> dict[str, dict[str, Any]]:
     """Return the median CPU seconds of each method, and the quartiles of its ratio to the baseline per round."""
     summary: dict[str, dict[str, Any]] = {}
     for method, values in times.items():
@@ -155,7 +148,10 @@ def compare_costs(arguments: argparse.Namespace) -> None:
                         times[name].setdefault(method, []).append(seconds)
             print(f"round {number} of {arguments.rounds}", file=sys.stderr, flush=True)
             if number:
-                record |= {"rounds": number, **{name: summarize(found, baseline) for name, found in times.items()}}
+                record |= {
+                    "rounds": number,
+                    **{name: compute_cost_ratios(found, baseline) for name, found in times.items()},
+                }
                 if arguments.json is not None:
                     write_record(arguments.json, record)
         for timer in timers.values():

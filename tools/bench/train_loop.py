@@ -34,6 +34,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 from megatron.config.load import load_config  # noqa: E402
+from megatron.config.schema import Config  # noqa: E402
 from megatron.data.corpus.prepare import prepare_corpus  # noqa: E402
 from megatron.data.datasets import load_token_stream  # noqa: E402
 from megatron.distributed.hardware import LocalHardware  # noqa: E402
@@ -72,7 +73,11 @@ def build_trainer(shape: dict, method: str, corpus: Path) -> Trainer:
     }  # fmt: skip
     if "score_processor" in values:
         values["score_processor_options.width"] = shape["cdape_width"]
-    config = load_config([], [f"{key}={value}" for key, value in values.items()]).config
+    return start_trainer(load_config([], [f"{key}={value}" for key, value in values.items()]).config)
+
+
+def start_trainer(config: Config) -> Trainer:
+    """Build the trainer of one process that prints nothing, ready for its first step."""
     config = resolve_run(config, LocalHardware.detect()).config
     run = build_training_run(config, RankInfo(), ConsoleReporter(None, config.training.train_iters))
     run.engine.model.train()

@@ -62,7 +62,7 @@ def select_complete_benchmarks(plan: LeaderboardPlan, saved: SavedRuns) -> tuple
     return [*kept, *baselines], [f for f in saved.failures if plan.get_benchmark(f) not in missing]
 
 
-def replace_costs(records: list[Record], costs: Path) -> list[Record]:
+def replace_cpu_times(records: list[Record], costs: Path) -> list[Record]:
     """Return records with CPU times that were measured in turns on one machine, instead of those of their runs.
 
     Args:
@@ -123,7 +123,7 @@ def publish(runs: Path, output: Path, console: Console, name: str = BOARDS[0]) -
         raise UserError(f"{runs}: {error}") from None
     costs, differences = output / f"{name}_costs.json", experiment.differences
     if costs.is_file():
-        records, differences = replace_costs(records, costs), (*differences, COSTS_NOTE.format(costs.name))
+        records, differences = replace_cpu_times(records, costs), (*differences, COSTS_NOTE.format(costs.name))
     # Cells of needle maps are most of the records, and the runs' files contain them. Only the HTML page draws them.
     by_length = [record for record in records if record.axis == "length"]
     published = replace(

@@ -290,8 +290,8 @@ class Block {
   // Runs body(warp) for every warp, in the given order between two barriers.
   template <class Body>
   void run(int num_warps, const Body& body, bool backwards = false) {
-    static std::vector<std::vector<char>> stacks;  // shared by all blocks
-    stacks.resize(num_warps);
+    static std::vector<char*> stacks;  // shared by all blocks
+    while ((int)stacks.size() < num_warps) stacks.push_back(new char[STACK_BYTES]);
     warps_.assign(num_warps, ucontext_t{});
     is_done_.assign(num_warps, false);
     copies_.assign(num_warps, {});
@@ -299,9 +299,8 @@ class Block {
     body_ = &body;
     run_body_ = [](const void* body, int warp) { (*(const Body*)body)(warp); };
     for (int i = 0; i < num_warps; i++) {
-      stacks[i].resize(STACK_BYTES);
       getcontext(&warps_[i]);
-      warps_[i].uc_stack.ss_sp = stacks[i].data();
+      warps_[i].uc_stack.ss_sp = stacks[i];
       warps_[i].uc_stack.ss_size = STACK_BYTES;
       warps_[i].uc_link = &scheduler_;
       makecontext(&warps_[i], &Block::enter, 0);
