@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.attention.backends.backend import needs_heads_first_layout
 from megatron.model.attention import AttentionContext
+from megatron.model.bias_gradient import add_bias, group_tokens
 from megatron.model.core_modules import (
     MLP,
     ColumnParallelLinear,
@@ -264,16 +265,16 @@ class FeedForward(MLP):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the MLP's output for hidden states [T, B, D], and the bias to add to it."""
-        inner, bias = self.linear_fc1(hidden)
+        inner, bias = self.linear_fc1(group_tokens(hidden))
         if bias is not None:
-            inner = inner + bias
+            inner = add_bias(inner, bias)
         if self.is_gated:
             gate, inner = inner.chunk(2, dim=-1)
             inner = self.activation_func(gate) * inner
         else:
             inner = self.activation_func(inner)
-        output: tuple[Tensor, Tensor | None] = self.linear_fc2(inner)
-        return output
+        output, output_bias = self.linear_fc2(inner)
+        return output.view_as(hidden), output_bias
 
 
 class GPTLayer(TransformerLayer):
