@@ -171,8 +171,11 @@ def group_prompts(model: GPT, lengths: Sequence[int], batch_size: int) -> list[l
     """Group prompts into batches of similar length, given as lists of at most `batch_size` indices.
 
     Left padding does not change the results of a row. With randomized positions, prompts of different lengths draw
-    different positions, so batches then contain prompts of equal length.
+    different positions, so batches then contain prompts of equal length. If the model also masks documents, each prompt
+    is alone: a finished row of a batch would continue in another document, which a cache does not support.
     """
+    if model.randomized is not None and model.end_of_document is not None:
+        batch_size = 1
     indices = sorted(range(len(lengths)), key=lengths.__getitem__) if batch_size > 1 else list(range(len(lengths)))
     groups: list[list[int]] = []
     for index in indices:

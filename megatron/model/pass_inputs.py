@@ -117,9 +117,17 @@ class SegmentBuilder:
                 )
             restarted = self._build_position_segments(position_ids, device)
         # Rows with one document need none of this, but under ZeRO 3 all ranks must call the same modules.
-        if document_starts is not None and (
+        separates = document_starts is not None and (
             bool(document_starts.any()) or has_parameters_sharded_by_zero3(self.layers[0])
-        ):
+        )
+        is_sampled_once = kv_cache is not None and self.randomized is not None
+        if is_sampled_once and (separates or (mask is not None and not bool(mask[:, 0].all()))):
+            raise UserError(
+                "randomized_positions: a cache cannot decode several documents in a row, or rows padded on the left, "
+                "because positions depend on the final length of each; use rows of equal length without "
+                "end-of-document tokens"
+            )
+        if document_starts is not None and separates:
             if mask is not None:
                 raise RuntimeError("document_starts cannot be combined with padding")
             return self._build_document_segments(document_starts, batch, length, kv_cache, seed, device)
@@ -165,16 +173,12 @@ class SegmentBuilder:
             )
         context, past = self.groups.mesh.context, 0 if kv_cache is None else kv_cache.length
         check_document_starts(starts, batch, past + length * context.size)
-
-        def sample(tokens: int) -> SampledPositions | None:
-            return self.sample_positions(tokens, seed) if kv_cache is None else kv_cache.sampled
-
         if kv_cache is not None:
             kv_cache.check_capacity(length)
         if self.masks_documents:
             segments = mask_documents(starts, past, device)
         else:
-            segments = split_documents(starts, past, skip_sampling if self.randomized is None else sample)
+            segments = split_documents(starts, past, lambda tokens: self.sample_positions(tokens, seed))
         chunks = list_context_chunks(length * context.size, context)
         columns = torch.cat([torch.arange(past + first, past + first + size) for first, size in chunks])
         capacity = None if kv_cache is None else kv_cache.capacity

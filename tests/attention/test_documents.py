@@ -201,8 +201,13 @@ def test_documents_at_randomized_positions_and_in_a_window(
         return
     gpt = small_gpt(LENGTH, encoding, processor, **place).double()
     tokens = torch.randint(VOCABULARY, (len(PACKED), LENGTH))
-    packed = gpt(tokens, document_starts=first_keys_of(PACKED).long())
-    assert_equal_in_float64(packed, read_alone(gpt, tokens, PACKED))
+    starts = first_keys_of(PACKED).long()
+    assert_equal_in_float64(gpt(tokens, document_starts=starts), read_alone(gpt, tokens, PACKED))
+    if "randomized_positions" in place:
+        cache = gpt.create_kv_cache(LENGTH)
+        with pytest.raises(UserError, match="randomized_positions: a cache cannot decode several documents in a row"):
+            gpt(tokens[:, :5], kv_cache=cache, document_starts=starts[:, :5])
+        gpt(tokens[:, :2], kv_cache=cache, document_starts=starts[:, :2])  # one document so far
 
 
 END = 0

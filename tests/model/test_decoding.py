@@ -75,6 +75,8 @@ def test_decoding_at_randomized_positions(encoding: str, processor: str, continu
         assert torch.equal(gpt(x), whole), "evaluation draws the same positions every time"
         free = small_gpt(LENGTH, encoding, processor)(x)
     assert (whole - free).abs().max() > DIFFERENT
+    with torch.no_grad(), pytest.raises(UserError, match="rows padded on the left"):
+        gpt(x, attention_mask=torch.arange(LENGTH) >= torch.tensor([[0], [3]]), kv_cache=gpt.create_kv_cache(LENGTH))
     assert torch.equal(gpt(x, position_seed=1), gpt(x, position_seed=1)), "a draw follows from its seed"
     assert not torch.equal(gpt(x, position_seed=1), gpt(x, position_seed=2))
 

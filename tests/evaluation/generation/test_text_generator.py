@@ -151,6 +151,8 @@ def test_groups_are_of_similar_length_and_not_too_large() -> None:
     assert group_prompts(model, [], 2) == []
     drawn = gpt("kerple_log", randomized_positions=60)
     assert group_prompts(drawn, [3, 5, 3, 4, 5], 2) == [[0, 2], [3], [1, 4]]
+    drawn.end_of_document = 0  # after its end, a row of a batch would continue in another document
+    assert group_prompts(drawn, [3, 5, 3], 2) == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize(
