@@ -20,10 +20,11 @@ from megatron.training.check_resources import check_memory
 from megatron.training.schedule import describe_late_warmup
 from megatron.utils.errors import UserError
 
-MAX_ROUNDED_SUMS = 32
-"""Number of micro-batches per step above which a note reports that their gradients are summed in bfloat16.
+MAX_ROUNDED_SUMS = {"bf16": 32, "fp16": 256}
+"""Number of micro-batches per step above which a note reports that their gradients are summed in this precision.
 
-A sum of 64 terms of 1.3 is 1% off there, and a sum of 512 terms 23%, because small terms no longer change a large sum.
+In bfloat16 a sum of 64 terms of 1.3 is 1% off, and a sum of 512 terms 23%, because small terms no longer change a large
+sum. float16 has three more bits, so its sums may have eight times as many terms: one of 512 terms is 1% off.
 """
 
 
@@ -268,13 +269,15 @@ def _describe_unused_zero_keys(config: Config) -> Iterator[str]:
 
 
 def _describe_rounded_sums(resolved: ResolvedRun) -> Iterator[str]:
-    """Yield a note if the gradients of many micro-batches are summed in bfloat16, as DeepSpeed does without ZeRO."""
+    """Yield a note if many gradients are summed in half precision, as DeepSpeed does without ZeRO."""
     training = resolved.config.training
     sums = max(stage.config.training.gradient_accumulation_steps for stage in resolved.stages)
-    if training.compute_dtype == "bf16" and not training.zero_optimization.stage and sums > MAX_ROUNDED_SUMS:
+    is_bf16 = training.compute_dtype == "bf16"
+    if not training.zero_optimization.stage and sums > MAX_ROUNDED_SUMS.get(training.compute_dtype, sums):
         yield (
-            f"zero_optimization.stage 0: the gradients of {sums} micro-batches are summed in bfloat16, whose rounding "
-            "errors add up; stages 1 and 2 sum in float32"
+            f"zero_optimization.stage 0: the gradients of {sums} micro-batches are summed in "
+            f"{'bfloat16' if is_bf16 else 'float16'}, whose rounding errors add up; stages 1 and 2 "
+            f"{'' if is_bf16 else 'with precision bf16 '}sum in float32"
         )
 
 

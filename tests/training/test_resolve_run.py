@@ -259,3 +259,13 @@ def test_long_sums_in_bfloat16_are_reported(overrides: list[str], sums: int | No
         f"zero_optimization.stage 0: the gradients of {sums} micro-batches are summed in bfloat16, whose rounding "
         "errors add up; stages 1 and 2 sum in float32",
     ))  # fmt: skip
+
+
+@pytest.mark.parametrize("sums", [256, 512])
+def test_long_sums_in_float16_are_reported(sums: int) -> None:
+    keys = ("save=runs/a", "precision=fp16", f"train_batch_size={2 * sums}", "num_gpus=1")
+    notes = resolve_run(config(*keys), LocalHardware(1, 2)).notes
+    assert notes == (() if sums == 256 else (
+        "zero_optimization.stage 0: the gradients of 512 micro-batches are summed in float16, whose rounding errors "
+        "add up; stages 1 and 2 with precision bf16 sum in float32",
+    ))  # fmt: skip
