@@ -49,7 +49,6 @@ RESULTS: dict[str, dict[str, str]] = {
         "save": "Cost of a checkpoint",
         "context_memory": "Memory saved by context parallelism",
         "planner_memory": "Planned memory",
-        "planner_memory_regions": "Planned memory with compiled regions",
     },
     "GPUs": {
         "gpu_check": "The first check on a GPU",
