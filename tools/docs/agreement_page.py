@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.reports.combine import read_saved_runs
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.leaderboard import find_text_table
 from megatron.reports.rank_agreement import build_agreement_table
@@ -42,10 +43,14 @@ repeats it for the best methods of the leaderboard, which differ little."""
 
 
 def read_text_table(name: str, redefined: Sequence[str] = ()) -> ComparisonTable:
-    """Read the table of perplexities over lengths of a record, without the methods that have been redefined."""
-    records = [record for record in read_records(RESULTS / f"{name}.json") if record.method not in redefined]
-    table = find_text_table(build_comparison_tables(records))
-    assert table is not None, f"{name}.json has no perplexities over lengths"
+    """Read the table of perplexities over lengths of a record, without the methods that have been redefined.
+
+    An experiment without a record has the records of its finished runs in the folder of its name.
+    """
+    path = RESULTS / f"{name}.json"
+    records = read_records(path) if path.is_file() else read_saved_runs(RESULTS / name).records
+    table = find_text_table(build_comparison_tables([record for record in records if record.method not in redefined]))
+    assert table is not None, f"{path} and {RESULTS / name} have no perplexities over lengths"
     return table
 
 
@@ -53,8 +58,11 @@ def describe_budget(table: ComparisonTable) -> str:
     """Describe the parameters, training tokens, and seeds of a table."""
     parameters = format_range((record.parameters for record in table.records), 1e6, "M")
     tokens = format_range((record.train_tokens for record in table.records), 1e6, "M")
-    seeds = f"{table.max_seeds} seed{'s' if table.max_seeds > 1 else ''}"
-    return f"{parameters} parameters, {tokens} training tokens, {seeds}"
+    seeds = {record.method: set[int]() for record in table.records}
+    for record in table.records:
+        seeds[record.method].add(record.seed)
+    counts = format_range(len(found) for found in seeds.values())
+    return f"{parameters} parameters, {tokens} training tokens, {counts} seed{'s' if table.max_seeds > 1 else ''}"
 
 
 def render_page() -> str:
@@ -66,11 +74,11 @@ def _render_parts() -> Iterator[str]:
     yield HEAD
     board = read_text_table(LEADERBOARD)
     for budget in OTHERS:
-        if not (RESULTS / f"{budget.name}.json").is_file():
-            continue
         other = read_text_table(budget.name, budget.redefined)
         yield f"## {budget.difference}"
-        lines = [f"- Leaderboard: {describe_budget(board)}.", f"- `{budget.name}.json`: {describe_budget(other)}."]
+        is_finished = (RESULTS / f"{budget.name}.json").is_file()
+        source = f"`{budget.name}.json`" if is_finished else f"`{budget.name}/`, its finished runs so far"
+        lines = [f"- Leaderboard: {describe_budget(board)}.", f"- {source}: {describe_budget(other)}."]
         lines += [f"- Left out, because redefined since: {', '.join(budget.redefined)}."] if budget.redefined else []
         yield "\n".join(lines)
         title = f"Perplexity: leaderboard | {budget.name}"
