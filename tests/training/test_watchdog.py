@@ -12,10 +12,11 @@ import pytest
 from forked import Forked
 from hanging_rank import HURRIED
 from tiny_runs import tiny_config
+from torch.distributed import DistError, TCPStore
 from torch.distributed.flight_recorder import fr_trace
 
 from megatron.distributed.launcher_environment import find_free_port
-from megatron.distributed.process_groups import ProcessGroups
+from megatron.distributed.process_groups import HeartbeatStore, ProcessGroups
 from megatron.training.hang_report import STACKS, RankReport, describe_reports
 from megatron.training.metrics_log import HEARTBEAT_FILE
 from megatron.training.train import train
@@ -137,6 +138,21 @@ def test_a_run_with_data_workers_ends(corpus: Path, tmp_path: Path) -> None:
     result = train(tiny_config(corpus, tmp_path / "run", num_workers=1, hang_timeout=60))
     assert result.exit_code == 0
     assert not (tmp_path / "run" / STACKS).exists()
+
+
+def test_a_rank_enters_phases_after_the_first_process_has_ended() -> None:
+    """At the end of a run, the first process may exit, and its store with it, while others are still in a phase."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    watchdog = Watchdog(ProcessGroups(), timeout=None, folder=None)
+    watchdog._store = HeartbeatStore(ProcessGroups(), client)
+    watchdog.enter_phase("step", 1)
+    assert watchdog._store.get("beat") == "1 1 step"
+    del server
+    for phase in ("report", "save", "save"):
+        watchdog.enter_phase(phase, 2)
+    with pytest.raises(DistError):
+        client.set("key", "value")
 
 
 def test_the_heartbeat_reports_the_progress(tmp_path: Path) -> None:
