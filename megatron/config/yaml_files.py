@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import (
     AliasEvent,
@@ -280,12 +281,23 @@ def parse_scalar(text: str, source: str) -> Any:
     except UnicodeEncodeError:
         raise UserError(f"{source}: {text!r} is not valid UTF-8; choose another name") from None
     try:
-        value = _create_loader(source).load(io.StringIO(text))
+        loader = _create_loader(source)
+        node = loader.compose(io.StringIO(text))
+        value = None if node is None else loader.constructor.construct_document(node)
+        _check_plain_value(value, source, 0, {}, ())
+    except DuplicateKeyError as error:
+        raise UserError(f"{source}: {text!r} gives a key twice; remove one of the two") from error
     except (YAMLError, ValueError) as error:
         raise UserError(
             f"{source}: {text!r} is not a YAML value; put it in quotes if it is meant as a string"
         ) from error
-    _check_plain_value(value, source, 0, {}, ())
+    except RecursionError as error:  # an anchor that contains itself
+        raise UserError(f"{source}: nested too deeply to be a configuration") from error
+    first, end = (0, 0) if node is None else (node.start_mark.index, node.end_mark.index)
+    if (text[:first] + text[end:]).strip():  # a comment, or the beginning of a document
+        raise UserError(
+            f"{source}: only a part of {text!r} is a YAML value; put it in quotes if it is meant as a string"
+        )
     return value
 
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from hypothesis import given
@@ -44,6 +45,27 @@ def test_values(text, value):
     found = parse_scalar(text, "command line")
     assert found == value
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("text", ["'run #3'", '"#x"', "run#3", "[1, 2]  ", "&a x", "- a\n- b", "|\n  abc\n"])
+def test_a_value_may_contain_what_begins_a_comment(text):
+    assert parse_scalar(text, "command line") == parse_yaml(f"a:\n{indent(text, '  ')}", "f.yml").values["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *[(text, "only a part of .* is a YAML value; put it in quotes") for text in (
+            "#x", "run #3", "1e-3 # c", "a # b\n# c", "---", "--- a", "%YAML 1.1\n--- on", "a\n...\n",
+        )],
+        ("&a [*a]", "nested too deeply to be a configuration"),
+        ("&a {b: *a}", "nested too deeply to be a configuration"),
+        ("{a: 1, a: 2}", ".* gives a key twice; remove one of the two"),
+    ],
+)  # fmt: skip
+def test_a_value_that_would_be_read_in_part_is_rejected(text, message):
+    with pytest.raises(UserError, match=f"^command line: save: {message}"):
+        parse_scalar(text, "command line: save")
 
 
 def test_anchors_and_merge_keys_keep_the_line_of_the_anchor():
