@@ -177,9 +177,11 @@ class HeartbeatStore:
     def set(self, key: str, value: str, rank: int | None = None) -> None:
         """Set a value of this process, or of another `rank`.
 
-        It takes microseconds, because it does not wait for a response.
+        It takes microseconds, because it does not wait for a response. Nothing happens if the first process has ended:
+        either the run is over, or the others notice by missing responses.
         """
-        self._store.set(f"beats/{key}/{self.rank if rank is None else rank}", value)
+        with suppress(dist.DistError):
+            self._store.set(f"beats/{key}/{self.rank if rank is None else rank}", value)
 
     def get(self, key: str, rank: int = 0) -> str | None:
         """Return a value of a process, or None if it is not set."""

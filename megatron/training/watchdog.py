@@ -35,8 +35,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed import DistError
-
 from megatron.distributed.process_groups import HeartbeatStore, ProcessGroups
 from megatron.training.hang_report import HangDiagnosis, HangReporter, StacksFile
 from megatron.training.metrics_log import HEARTBEAT_FILE
@@ -201,8 +199,7 @@ class Watchdog:
         for listener in self._phase_listeners:
             listener(phase, step)
         self._heartbeat, self._moved = Heartbeat(self._heartbeat.count + 1, step, phase), time.monotonic()
-        with suppress(DistError):  # the first process has ended: after the run, or `_watch_store` reports it
-            self._store.set("beat", str(self._heartbeat))
+        self._store.set("beat", str(self._heartbeat))
         if self.timeout is not None:
             # Timer that works even if Python can no longer run.
             file = self._stacks.open()
