@@ -9,7 +9,7 @@ from megatron.reports.comparison_table import ComparisonTable, build_comparison_
 from megatron.reports.leaderboard import find_text_table
 from megatron.reports.rank_agreement import build_agreement_table
 from megatron.reports.records import read_records
-from tools.docs.card_page import format_range
+from tools.docs.card_page import format_range, list_seeds
 from tools.docs.record_configuration import LEADERBOARD
 
 PAGE = Path("docs/results/agreement.md")
@@ -58,11 +58,8 @@ def describe_budget(table: ComparisonTable) -> str:
     """Describe the parameters, training tokens, and seeds of a table."""
     parameters = format_range((record.parameters for record in table.records), 1e6, "M")
     tokens = format_range((record.train_tokens for record in table.records), 1e6, "M")
-    seeds = {record.method: set[int]() for record in table.records}
-    for record in table.records:
-        seeds[record.method].add(record.seed)
-    counts = format_range(len(found) for found in seeds.values())
-    return f"{parameters} parameters, {tokens} training tokens, {counts} seed{'s' if table.max_seeds > 1 else ''}"
+    seeds = format_range(map(len, list_seeds(table.records)))
+    return f"{parameters} parameters, {tokens} training tokens, {seeds} seed{'s' if table.max_seeds > 1 else ''}"
 
 
 def render_page() -> str:

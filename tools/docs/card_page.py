@@ -123,7 +123,7 @@ def describe_board(records: Sequence[Record]) -> str:
         by_dataset.setdefault((record.dataset or record.protocol).partition("(")[0], []).append(record)
     parts = [
         f"{dataset} ({format_range(record.step for record in own)} steps; seeds per method: "
-        f"{format_range(map(len, _list_seeds(own)))})"
+        f"{format_range(map(len, list_seeds(own)))})"
         for dataset, own in by_dataset.items()
     ]
     last_date = max(record.date or "" for record in trained)[:10]
@@ -132,7 +132,8 @@ def describe_board(records: Sequence[Record]) -> str:
     return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def _list_seeds(records: Sequence[Record]) -> list[set[int]]:
+def list_seeds(records: Sequence[Record]) -> list[set[int]]:
+    """Return the seeds of each method."""
     seeds: dict[str, set[int]] = {}
     for record in records:
         seeds.setdefault(record.method, set()).add(record.seed)
