@@ -69,9 +69,11 @@ class PlannedProcessor:
     preceding_rows: int
     """Rows that it reads above a row."""
     num_head_maps: int
-    """float32 feature maps saved per head."""
+    """float32 score matrices saved per head before the softmax."""
+    num_weight_maps: int
+    """float32 score matrices saved per head after the softmax, in addition to the weights."""
     num_sequence_maps: int
-    """float32 feature maps saved for all heads together."""
+    """float32 score matrices saved for all heads together."""
     changes_weights: bool
     """True if it changes the weights after the softmax."""
 
@@ -202,6 +204,7 @@ def plan_processor(position: PositionOptions) -> PlannedProcessor | None:
         left_context=cost.left_context(options),
         preceding_rows=cost.preceding_rows(options),
         num_head_maps=cost.num_head_maps(options),
+        num_weight_maps=cost.num_weight_maps(options),
         num_sequence_maps=cost.num_sequence_maps(options),
         changes_weights=cost.changes_weights(options),
     )

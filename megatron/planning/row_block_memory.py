@@ -237,7 +237,7 @@ def _score_map_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
     if shape.has_dropout:
         per_sequence += heads * (1 if half_copy_bytes else 5)
     if shape.processor is not None:
-        per_sequence += 4 * heads * shape.processor.num_head_maps
+        per_sequence += 4 * heads * (shape.processor.num_head_maps + shape.processor.num_weight_maps)
         # In float32, with the scores they are computed from; blocks also save their inputs from earlier blocks.
         per_sequence += shape.processor.num_sequence_maps * ((4 if is_eager else 8) + 2)
         if changes_weights:
@@ -278,6 +278,7 @@ def _score_workspace_bytes(shape: AttentionShape, *, is_eager: bool) -> int:
         return maps
     if shape.processor.preceding_rows:  # a convolution over rows pads its input and the gradient
         maps += 4 * num_maps
+    maps -= 4 * num_maps * shape.processor.num_weight_maps  # freed before the softmax's backward pass
     # Hidden values, and their gradients after the activation and after the second convolution. With a bias also: the
     # hidden values before and after adding its share, the share in float32 and in the type of the scores, and the
     # gradient of the share in both types and in a sheared copy for the sums along diagonals.

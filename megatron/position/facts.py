@@ -124,7 +124,9 @@ class ProcessorCost:
     preceding_rows: Callable[[MethodOptions], int] = lambda options: 0
     """Rows above a row that the row reads (`Processor.preceding_rows`)."""
     num_head_maps: Callable[[MethodOptions], int] = lambda options: 0
-    """Number of float32 matrices [R, C] saved per sequence and head, in addition to the weights."""
+    """Number of float32 matrices [R, C] saved per sequence and head before the softmax."""
+    num_weight_maps: Callable[[MethodOptions], int] = lambda options: 0
+    """Number of float32 matrices [R, C] saved per sequence and head after the softmax, in addition to the weights."""
     num_sequence_maps: Callable[[MethodOptions], int] = lambda options: 0
     """Number of float32 matrices [R, C] saved per sequence, shared by all heads."""
     changes_weights: Callable[[MethodOptions], bool] = lambda options: False

@@ -36,6 +36,17 @@ METHODS = {
 WITH_MAPS = {
     "talking heads": {"pos_emb": "rotary", "score_processor": "talking_heads"},
     "mta": {"pos_emb": "kerple_log", "score_processor": "mta"},
+    "mta, two kernels": {
+        "pos_emb": "kerple_log", "score_processor": "mta",
+        "score_processor_options": {"weights_query_kernel_size": 3, "weights_key_kernel_size": 5},
+    },
+    "mta, as released": {
+        "pos_emb": "rotary", "score_processor": "mta",
+        "score_processor_options": {
+            "weights_query_kernel_size": 6, "weights_key_kernel_size": 11, "mixes_scores": True, "depth_scale": False,
+            "gate": True, "absolute": True,
+        },
+    },
     "selective": {"pos_emb": "rotary", "score_processor": "selective"},
     "ssmax_prior": {"pos_emb": "rotary", "score_processor": "ssmax_prior"},
     "ssmax_prior, fixed": {

@@ -105,6 +105,10 @@ CASES = (
     Case("125M fire", bf16(2, *long(2048))),
     Case("125M cope", bf16(8)),
     Case("125M transformer_xl", bf16(8)),
+    *[
+        Case(f"125M {method}", bf16(4, *long(1024)))
+        for method in ("fox", "grape_a", "mta", "selective", "stick_breaking", "talking_heads")
+    ],
     Case("125M cdape_kerple_log", bf16(8)),
     Case("125M cdape_kerple_log", bf16(1, *long(8192))),
     Case("350M cdape_kerple_log", bf16(4, *long(2048), recompute=True)),

@@ -125,7 +125,8 @@ class Mta(Processor):
             options["query_kernel_size"] - 1 + max(options["weights_query_kernel_size"] - 1, 0)
         ),
         changes_weights=lambda options: True,
-        num_head_maps=lambda options: 1 + options["mixes_scores"] + (options["weights_query_kernel_size"] > 0),
+        num_head_maps=lambda options: 1 + options["mixes_scores"],
+        num_weight_maps=lambda options: 2 if options["weights_query_kernel_size"] else 0,
     )
 
     def __init__(
