@@ -181,6 +181,11 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
     recomputed = sum(block.total_scores for block in blocks if not block.is_saved)
     # Every block but the first in the backward pass adds to existing gradients of keys and values.
     added_to = shape.key_bytes + shape.key_bytes * shape.head_dim // shape.rotated_dim
+    saved = [block for block in blocks if block.is_saved]
+    key_copies = 0
+    if shape.encoding.cost.copies_keys and shape.bytes_per_element < 4:
+        num_columns = sum(block.total_scores // block.num_rows for block in saved)
+        key_copies = 4 * shape.batch_size * num_columns * shape.num_heads * shape.head_dim
     workspace, workspace_maps = [], []
     for index, block in enumerate(blocks):
         per_score = work_bytes - (map_bytes if block.is_saved else 0)
@@ -188,8 +193,8 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
         workspace.append(block.num_scores * per_score + (added_to if index < len(blocks) - 1 else 0))
         workspace.append(block.num_scores_before * per_score + (added_to if block.count > 1 else 0))
     return AttentionMemory(
-        saved_bytes=_count_table_bytes(shape, blocks, is_eager=is_eager),
-        saved_map_bytes=sum(block.total_scores * map_bytes for block in blocks if block.is_saved),
+        saved_bytes=_count_table_bytes(shape, blocks, is_eager=is_eager) + key_copies,
+        saved_map_bytes=sum(block.total_scores * map_bytes for block in saved),
         workspace_bytes=max(workspace),
         workspace_map_bytes=max(workspace_maps),
         copies_query=all(block.is_saved for block in blocks),

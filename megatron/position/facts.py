@@ -93,6 +93,8 @@ class EncodingCost:
     """Number of rotations: 2 if queries and keys are rotated again for far keys (`Encoding.far_distance`), else 1."""
     num_rotation_tables: Callable[[MethodOptions], int] = lambda options: 0
     """Number of float32 rotation tables [H, T, d] kept for the backward pass, per layer, shared by all sequences."""
+    copies_keys: bool = False
+    """True if each block of query rows saves a float32 copy of its keys."""
     keeps_unrotated: bool = False
     """True if the rotation saves its input queries and keys for the backward pass."""
 

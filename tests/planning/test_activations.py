@@ -257,6 +257,13 @@ def test_every_encoding(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", TYPES)
+def test_blocks_that_copy_their_keys(precision: str) -> None:
+    wanted = config(1024, pos_emb="grape_a", head_dim=64, attention_backend="auto", precision=precision)
+    estimate = estimate_layer_activations(plan_layer(wanted), ParallelSizes())
+    assert estimate.saved_bytes == pytest.approx(measured(wanted), rel=0.03)
+
+
+@pytest.mark.parametrize("precision", TYPES)
 @pytest.mark.parametrize("temperature", list_temperatures())
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_scaled_queries(temperature: str, precision: str, ranks: int, request: pytest.FixtureRequest) -> None:
