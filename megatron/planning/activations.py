@@ -1,13 +1,15 @@
 """Memory that a layer saves for the backward pass, and the workspace of its backward pass.
 
-The formulas count each tensor that autograd saves in our layer; a test compares them with the real one. Symbols: B
+The formulas count each tensor that autograd saves in our layer; tests compare them with the real one. Compiled regions
+(`model/layer_config.py`) save fewer than PyTorch's operations, because they recompute what is cheap. Symbols: B
 sequences per micro-batch, n = B·t tokens of a rank with t = T / C positions, D hidden size, F feed-forward width, T_p
 tensor ranks, b bytes of the compute type.
 
 | component                     | bytes                                                                              |
 |-------------------------------|------------------------------------------------------------------------------------|
-| norm                          | 2·n·D·b: its input and output (rmsnorm, composite in PyTorch: more)                |
-| q, k, v                       | 3·n·(D/T_p)·b, one tensor; a rotated q and k are copies: 2·n·(D/T_p)·b more        |
+| norm                          | 2·n·D·b: its input and output (rmsnorm in PyTorch's operations: more)              |
+| q, k, v                       | 3·n·(D/T_p)·b; in PyTorch's operations they share one tensor, and a rotated q and  |
+|                               | k are copies: 2·n·(D/T_p)·b more                                                   |
 | q, k, v of grouped queries    | 3·n·(D/T_p)·b: queries are copied out of their groups, keys and values repeated    |
 | gathered k and v              | 2·B·T·(D/T_p)·b: all positions if ranks share the sequence; all heads if tensor    |
 |                               | ranks exchange heads for rows around a processor                                   |
@@ -16,7 +18,8 @@ tensor ranks, b bytes of the compute type.
 | queries times a temperature   | n·(D/T_p)·b: the copy that attention reads; with learned factors also the unscaled |
 |                               | queries and the factors, 4·t·H/T_p                                                 |
 | attention output              | n·(D/T_p)·b; with gates twice that, and 4 bytes per gate                           |
-| feed-forward layer            | 2·n·(F/T_p)·b: before and after the activation (gated: 4, relu: 1)                 |
+| feed-forward layer            | 2·n·(F/T_p)·b: before and after the activation (gated: 4, or 3 compiled; relu: 1,  |
+|                               | and compiled a mask of n·(F/T_p) bytes)                                            |
 
 `attention_memory.py` counts what each attention backend saves in addition. With `checkpoint_activations: selective`,
 attention is recomputed. Then only the output of its first linear layer, n·(D + 2·K)/T_p·b with K the width of keys, and
@@ -128,6 +131,13 @@ class _LayerEstimator:
         self.head_dim, self.local_q_size = get_head_dim(model), get_q_hidden_size(model) // sizes.tensor
         self.num_heads = model.num_attention_heads
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
+        self.is_compiled = (
+            model.compile_regions
+            and not model.hidden_dropout
+            and sizes.tensor == 1
+            and config.training.zero_optimization.stage < 3
+        )
+        """True if regions are compiled (`can_compile` in `model/layer.py`)."""
         self.shares_rows = self.processor is not None and sizes.tensor > 1
         """True if tensor ranks exchange heads for rows."""
         segments = list_context_chunks(model.seq_length, Axis(context_rank, sizes.context))
@@ -147,6 +157,7 @@ class _LayerEstimator:
             model.attn_logit_softcapping is not None,
             config.position.softmax,
             config.position.attention_mask == "document",
+            self.is_compiled,
         )
         self.attention = ATTENTION_MEMORY[backend or model.attention_backend](self.shape)
 
@@ -164,6 +175,8 @@ class _LayerEstimator:
         num_inputs = 1 if model.gpt_j_residual else num_norms  # parallel branches read the same input
         # A second norm after each branch: its output is added to the residual stream and not saved.
         num_added = 2 if model.norm_placement == "sandwich" else 0
+        if self.is_compiled:  # of two norms in a row, one of the three inputs and sums is computed again
+            return (num_inputs + num_norms + num_added // 2) * size
         if model.norm == "rmsnorm" and self.bytes_per_element == 2:
             # PyTorch computes it in float32: it saves a float32 copy of the input and the normalized values.
             return (5 * num_norms + 4 * num_added) * size
@@ -183,7 +196,8 @@ class _LayerEstimator:
         # Context-parallel ranks concatenate the rows of two chunks; a view would also retain the keys.
         query_is_view = not (self.attention.copies_query or rotates or gathers or self.scales_queries)
         # Queries, keys and values share one tensor, which stays allocated while a view of it is saved.
-        keeps_mixed = not gathers and not has_grouped_queries and not self.attention.copies_keys
+        in_region = self.shape.rotates_in_region  # which writes queries, keys and values
+        keeps_mixed = not (gathers or has_grouped_queries or self.attention.copies_keys or in_region)
         size = 3 * n * part * b if keeps_mixed else 0
         if has_grouped_queries and query_is_view and get_num_kv_heads(self.model) == self.sizes.tensor:
             size += (
@@ -198,7 +212,8 @@ class _LayerEstimator:
         elif gathers or has_grouped_queries:
             size += both * self.sizes.context * n * keys_part * b  # of all positions, repeated
         elif rotates:
-            size += n * part * b * (both if numbers > 1 and self.attention.pads_values else numbers)
+            pads_values = numbers > 1 and self.attention.pads_values
+            size += n * part * b * (both if pads_values or in_region else numbers)
         size += self.estimate_qk_norm_bytes(
             keeps_mixed=keeps_mixed, is_read=not (rotates or gathers or has_grouped_queries)
         )
@@ -226,6 +241,8 @@ class _LayerEstimator:
         q_bytes = self.num_tokens * self.local_q_size * self.bytes_per_element
         k_bytes = self.num_tokens * get_kv_hidden_size(self.model) // self.sizes.tensor * self.bytes_per_element
         has_grouped_queries = get_num_kv_heads(self.model) < self.num_heads
+        if self.shape.rotates_in_region:
+            return q_bytes if self.learns_scale else 0
         if self.encoding.facts.rotates_qk:
             if not (gathers or has_grouped_queries or self.attention.copies_keys):
                 return q_bytes  # rotated queries and keys share storage, and attention reads the keys
@@ -255,6 +272,7 @@ class _LayerEstimator:
         q_bytes, k_bytes = (
             per_token * size // self.sizes.tensor for size in (get_q_hidden_size(model), get_kv_hidden_size(model))
         )
+        kind = "layernorm" if self.is_compiled else kind  # a region saves the norm's input, whichever its kind
         in_float32 = kind == "rmsnorm" and self.bytes_per_element == 2  # as in `estimate_norm_bytes`
         size = (4 if in_float32 else 1) * (q_bytes + k_bytes) if kind == "rmsnorm" else 0
         if model.qk_layernorm_over_heads and not in_float32:
@@ -268,8 +286,11 @@ class _LayerEstimator:
 
     def estimate_mlp_bytes(self) -> int:
         activation = self.model.activation
-        num_saved = 4 if activation in GATED_ACTIVATIONS else 1 if activation == "relu" else 2
-        return num_saved * self.num_tokens * self.ffn_size // self.sizes.tensor * self.bytes_per_element
+        gated = 3 if self.is_compiled else 4
+        num_saved = gated if activation in GATED_ACTIVATIONS else 1 if activation == "relu" else 2
+        size = self.num_tokens * self.ffn_size // self.sizes.tensor
+        mask_bytes = size if activation == "relu" and self.is_compiled else 0
+        return num_saved * size * self.bytes_per_element + mask_bytes
 
     def estimate_mlp_gradient_bytes(self) -> int:
         """Return the bytes of the gradients before and after the activation of the feed-forward layer."""

@@ -59,7 +59,7 @@ TABLE_MARGINS = 1024
 def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
     """Estimate the memory of PyTorch's fused attention."""
     size = 4 * shape.batch_size * shape.num_rows * shape.num_heads  # log-sum-exp of each row
-    saves_output = shape.encoding.facts.rotates_qk and len(shape.segments) == 1
+    saves_output = shape.encoding.facts.rotates_qk and len(shape.segments) == 1 and not shape.rotates_in_region
     if saves_output:
         size += shape.query_bytes  # in the layout of the rotated queries, which the next layer cannot read
     # PyTorch's causal attention needs whole sequences of one document without a window, and flash attention supports
@@ -100,7 +100,7 @@ def estimate_biased_attention(shape: AttentionShape) -> AttentionMemory:
     pairs = shape.batch_size * shape.num_heads
     groups = max(1, min(-(-shape.num_rows // 64), -(-PARTIAL_SUMS // pairs)))
     sums_bytes = 4 * tables * pairs * groups * shape.num_columns
-    saved = shape.query_bytes + 4 * rows
+    saved = 4 * rows + _count_output_bytes(shape)
     if not shape.has_shared_tables:
         saved += 16 * tables * shape.num_heads * (shape.num_distances + TABLE_MARGINS)
         saved += 4 * shape.encoding.cost.num_saved_tables * shape.num_heads * shape.num_distances
@@ -112,9 +112,14 @@ def estimate_biased_attention(shape: AttentionShape) -> AttentionMemory:
     )
 
 
+def _count_output_bytes(shape: AttentionShape) -> int:
+    """Return the bytes of a kernel's output, unless it is what a compiled region saves as its own input."""
+    return 0 if shape.is_compiled and len(shape.segments) == 1 else shape.query_bytes
+
+
 def estimate_flex(shape: AttentionShape) -> AttentionMemory:
     """Estimate the memory of PyTorch's FlexAttention: as our kernel, but table gradients are summed atomically."""
-    saved = shape.query_bytes + 4 * shape.batch_size * shape.num_rows * shape.num_heads
+    saved = _count_output_bytes(shape) + 4 * shape.batch_size * shape.num_rows * shape.num_heads
     workspace = shape.query_bytes + 2 * shape.key_bytes
     return AttentionMemory(saved_bytes=saved, workspace_bytes=workspace, pads_values=True, recomputed_fraction=0.5)
 

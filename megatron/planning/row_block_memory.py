@@ -44,6 +44,8 @@ class AttentionShape:
     """Function that turns scores into weights (`attention/softmax.py`)."""
     has_documents: bool = False
     """True if documents in a row are masked from each other."""
+    is_compiled: bool = False
+    """True if the regions around attention are compiled (`model/layer_config.py`)."""
 
     @property
     def num_rows(self) -> int:
@@ -59,6 +61,12 @@ class AttentionShape:
     def num_columns(self) -> int:
         """Keys of the longest segment."""
         return max(start + length for start, length in self.segments)
+
+    @property
+    def rotates_in_region(self) -> bool:
+        """True if a compiled region rotates queries and keys (`get_rotation` in `model/attention.py`)."""
+        can_rotate = self.encoding.cost.has_cos_sin(self.encoding.options)
+        return can_rotate and self.is_compiled and len(self.segments) == 1 and not self.has_documents
 
     @property
     def rotated_dim(self) -> int:

@@ -91,6 +91,8 @@ class EncodingCost:
     """Elements of a rotated query or key per dimension of the head."""
     num_rotations: Callable[[MethodOptions], int] = lambda options: 1
     """Number of rotations: 2 if queries and keys are rotated again for far keys (`Encoding.far_distance`), else 1."""
+    has_cos_sin: Callable[[MethodOptions], bool] = lambda options: False
+    """True if compiled regions can rotate queries and keys (`Encoding.get_cos_sin` does not return None)."""
     num_rotation_tables: Callable[[MethodOptions], int] = lambda options: 0
     """Number of float32 rotation tables [H, T, d] kept for the backward pass, per layer, shared by all sequences."""
     copies_keys: bool = False

@@ -1,5 +1,6 @@
 """Estimated activations of a layer, compared with the memory saved by autograd for a real one."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from megatron.attention.segments import build_segments, concatenate_ranges
 from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.kernels.cdape_attention import cpu
-from megatron.model import attention
+from megatron.model import attention, layer_config
 from megatron.model.attention import AttentionContext
+from megatron.model.position_modules import build_attention_dims
 from megatron.planning import row_block_memory
 from megatron.planning.activations import estimate_layer_activations
 from megatron.planning.memory_estimate import estimate_memory
-from megatron.planning.model_costs import plan_layer, plan_model
+from megatron.planning.model_costs import plan_encoding, plan_layer, plan_model
 from megatron.position.catalog import list_encodings, list_temperatures
+from megatron.position.registry import build_encoding
 from megatron.position.token_range import TokenRange
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -66,7 +69,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(length: int, **keys: Any) -> Config:
     flat = {
         "num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "seq_length": length, "train_batch_size": None,
-        "train_micro_batch_size_per_gpu": 2, "attention_chunk_rows": 64,
+        "train_micro_batch_size_per_gpu": 2, "attention_chunk_rows": 64, "compile_regions": False,
     }  # fmt: skip
     return tiny_config(Path(), **(flat | keys))
 
@@ -371,3 +374,52 @@ def test_the_peak_of_a_whole_model(method: str, keys: dict[str, Any]) -> None:
         estimate = estimate_memory(plan_model(wanted), ParallelSizes(), vocabulary)
         found = max(phase.activations + phase.logits + phase.workspace for phase in estimate.phases)
         assert found == pytest.approx(tracked.most, rel=0.1)
+
+
+LLAMA = {"pos_emb": "rotary", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
+QK_NORM = {"use_qk_layernorm": True, "qk_norm": "rmsnorm"}
+COMPILED = {
+    "none": {"pos_emb": "none"},
+    "kerple_log, relu": {"pos_emb": "kerple_log", "activation": "relu"},
+    "rotary": {"pos_emb": "rotary"},
+    "rotary, parallel": {"pos_emb": "rotary", "gpt_j_residual": True, "norm": "rmsnorm"},
+    "rotary, sandwich": {"pos_emb": "rotary", "norm_placement": "sandwich", "norm": "rmsnorm"},
+    "rotary, gate": {"pos_emb": "rotary", "attention_output_gate": True},
+    "rotary, learned temperature": {"pos_emb": "rotary", "attention_temperature": "ssmax"},
+    "xpos": {"pos_emb": "rotary", "pos_emb_options": {"xpos": True}},
+    "norms of queries and keys": {"pos_emb": "none", **QK_NORM},
+    "Llama": LLAMA,
+    "Qwen": {**LLAMA, **QK_NORM},
+}
+
+
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("method", COMPILED)
+def test_compiled_regions(method: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend has the partition into forward and backward pass of a GPU's compiler, and runs on a CPU."""
+    monkeypatch.setattr(layer_config, "runs_compiled", lambda x: True)
+    monkeypatch.setattr(layer_config, "COMPILE_ARGUMENTS", {"backend": "aot_eager_decomp_partition"})
+    monkeypatch.setattr(layer_config, "compile_region", cache(layer_config.compile_region.__wrapped__))
+    keys = {**COMPILED[method], "precision": precision, "compile_regions": True}
+    # Regions reach from one attention to the next, and all layers share a rotation's tables.
+    one, three = (measured(config(256, **keys, num_layers=num_layers)) for num_layers in (1, 3))
+    estimate = estimate_layer_activations(plan_layer(config(256, **keys)), ParallelSizes())
+    assert estimate.saved_bytes == pytest.approx((three - one) / 2, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in list_encodings()),
+        ("rotary", {"xpos": True}),
+        ("rotary", {"scaling": "linear", "factor": 8.0}),
+        ("rotary", {"scaling": "rerope", "neighbors": 8}),
+        ("rotary", {"scaling": "selfextend", "neighbors": 8, "group": 4}),
+    ],
+)
+def test_rotations_of_compiled_regions(name: str, options: dict[str, Any]) -> None:
+    wanted = config(64, pos_emb=name, pos_emb_options=options)
+    planned = plan_encoding(wanted.position)
+    encoding = build_encoding(name, build_attention_dims(wanted.model), options)
+    has_cos_sin = encoding.get_cos_sin(torch.zeros(1, 4, 64, 16), TokenRange(0, 64)) is not None
+    assert planned.cost.has_cos_sin(planned.options) == has_cos_sin

@@ -116,6 +116,11 @@ CASES = (
     Case("350M cdape_kerple_log", bf16(8, *long(1024), recompute="selective")),
     Case("350M rotary", ("precision=fp32", *bf16(8)[1:])),
     Case("350M kerple_log", bf16(1, *long(32768), "attention_window=1024", recompute=True)),
+    # Llama's layers, and Qwen3's with norms of queries and keys.
+    *[
+        Case("125M rotary", bf16(16, "norm=rmsnorm", "activation=swiglu", "num_kv_heads=4", *keys))
+        for keys in ((), ("use_qk_layernorm=true", "qk_norm=rmsnorm"))
+    ],
     # Layers whose compiled regions are joined between attentions, on one and two GPUs.
     *[
         Case(f"350M {method}", bf16(8, *zero(1)), gpus)

@@ -49,7 +49,10 @@ class Rotary(Encoding):
         "twice that length (DAPE V2, table 2). cdape improves it, and dape makes it worse (DAPE V2, section 4.4)."
     )
     other_names: ClassVar[tuple[str, ...]] = ("rope", "roformer", "rotary_embedding", "rotary_embeddings")
-    cost = EncodingCost(num_rotations=lambda options: 2 if options["scaling"] in ("selfextend", "rerope") else 1)
+    cost = EncodingCost(
+        num_rotations=lambda options: 2 if options["scaling"] in ("selfextend", "rerope") else 1,
+        has_cos_sin=lambda options: not options["xpos"] and options["scaling"] not in ("selfextend", "rerope"),
+    )
 
     def __init__(
         self,

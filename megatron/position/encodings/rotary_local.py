@@ -16,7 +16,7 @@ class RotaryLocal(Rotary):
         "the layers with rotary. If all layers have it, it equals rotary."
     )
     other_names = ("local_rotary", "rope_local")
-    cost = EncodingCost()
+    cost = EncodingCost(has_cos_sin=lambda options: True)
 
     def __init__(self, dims: AttentionDims, *, fraction: float = 1.0, local_base: float = 10000.0) -> None:
         """
