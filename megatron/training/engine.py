@@ -5,6 +5,8 @@ clips, and steps. `Engine` hides the differences between its optimizers, so that
 
 * A step whose gradients are not finite changes no weight, in every precision. DeepSpeed's float32 optimizer without
   ZeRO has no such check, so its clipping is done here.
+* The loss is scaled in float16 at every ZeRO stage. Without ZeRO, DeepSpeed divides the gradients by the loss scale but
+  does not multiply the loss by it, so this is done here.
 * The gradient norm of every step is available, without the loss scale.
 * The loss is divided by the tokens of the whole step, over data × context ranks and micro-steps. Any split of the same
   global batch therefore gives the same gradient, even if masks leave different numbers of tokens.
@@ -160,6 +162,8 @@ class Engine:
         """
         # DeepSpeed averages over these ranks and, by default, divides by the number of micro-steps.
         factor = self.groups.mesh.dp_cp.size / tokens
+        if self.stage == 0:
+            factor *= self.loss_scale
         if self.pipeline is not None:
             progress(0)
             total = self.pipeline.forward_backward(micro_batches, factor, position_seed)

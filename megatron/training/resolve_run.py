@@ -269,15 +269,20 @@ def _describe_unused_zero_keys(config: Config) -> Iterator[str]:
 
 
 def _describe_rounded_sums(resolved: ResolvedRun) -> Iterator[str]:
-    """Yield a note if many gradients are summed in half precision, as DeepSpeed does without ZeRO."""
+    """Yield a note if many gradients are summed in half precision: bfloat16 without ZeRO, float16 at every stage."""
     training = resolved.config.training
     sums = max(stage.config.training.gradient_accumulation_steps for stage in resolved.stages)
-    is_bf16 = training.compute_dtype == "bf16"
-    if not training.zero_optimization.stage and sums > MAX_ROUNDED_SUMS.get(training.compute_dtype, sums):
+    if sums <= MAX_ROUNDED_SUMS.get(training.compute_dtype, sums):
+        return
+    summed = f"the gradients of {sums} micro-batches are summed in"
+    if training.compute_dtype == "fp16":
         yield (
-            f"zero_optimization.stage 0: the gradients of {sums} micro-batches are summed in "
-            f"{'bfloat16' if is_bf16 else 'float16'}, whose rounding errors add up; stages 1 and 2 "
-            f"{'' if is_bf16 else 'with precision bf16 '}sum in float32"
+            f"precision fp16: {summed} float16, whose rounding errors add up; precision bf16 with "
+            "zero_optimization.stage 1 or 2 sums in float32"
+        )
+    elif not training.zero_optimization.stage:
+        yield (
+            f"zero_optimization.stage 0: {summed} bfloat16, whose rounding errors add up; stages 1 and 2 sum in float32"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from master_weights import masters
 from models import build_model
 from position_methods import SHAPE
@@ -367,6 +368,34 @@ def test_bfloat16_stays_near_float32(stage: int, zero: dict[str, Any]) -> None:
     engine = start(config(stage, "bf16", **keys))
     assert run(engine, 6, 1e-2, 3) == pytest.approx(losses, abs=0.02)
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    engine.close()
+
+
+@pytest.mark.parametrize("scale", [{}, {"loss_scale": 512}], ids=["dynamic", "fixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_float16_scales_the_loss_and_reports_unscaled_norms(
+    stage: int, scale: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and gradient norms stay near those in float32, and gradients are clipped as in float32.
+
+    A large epsilon makes each update proportional to the clipped gradient. 0.01 is a few times float16's rounding of a
+    loss of about 4.
+    """
+    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda self: True)
+    keys = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 6,
+        "gradient_clipping": 0.5, "fp16": scale,
+    }  # fmt: skip
+    losses, norms, _ = plain(config(stage, "fp32", eps=1.0, **{**keys, "fp16": {}}), 4, 0.3, 3)
+    engine = start(config(stage, "fp16", eps=1.0, **keys))
+    assert engine.loss_scale == scale.get("loss_scale", 4096)
+    for step, (expected, norm) in enumerate(zip(losses, norms, strict=True)):
+        chosen = [(3 * step + i) % len(TOKENS) for i in range(3)]
+        loss = engine.forward_backward([batch(i, MASKS[i]) for i in chosen], int(MASKS[chosen].sum()))
+        engine.step(0.3)
+        assert float(loss) == pytest.approx(expected, abs=0.01)
+        assert float(engine.grad_norm) == pytest.approx(norm, rel=0.01)
+        assert not engine.skipped
     engine.close()
 
 

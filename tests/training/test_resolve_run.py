@@ -261,11 +261,12 @@ def test_long_sums_in_bfloat16_are_reported(overrides: list[str], sums: int | No
     ))  # fmt: skip
 
 
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("sums", [256, 512])
-def test_long_sums_in_float16_are_reported(sums: int) -> None:
+def test_long_sums_in_float16_are_reported(sums: int, stage: int) -> None:
     keys = ("save=runs/a", "precision=fp16", f"train_batch_size={2 * sums}", "num_gpus=1")
-    notes = resolve_run(config(*keys), LocalHardware(1, 2)).notes
+    notes = resolve_run(config(*keys, f"zero_optimization.stage={stage}"), LocalHardware(1, 2)).notes
     assert notes == (() if sums == 256 else (
-        "zero_optimization.stage 0: the gradients of 512 micro-batches are summed in float16, whose rounding errors "
-        "add up; stages 1 and 2 with precision bf16 sum in float32",
+        "precision fp16: the gradients of 512 micro-batches are summed in float16, whose rounding errors add up; "
+        "precision bf16 with zero_optimization.stage 1 or 2 sums in float32",
     ))  # fmt: skip
