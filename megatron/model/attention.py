@@ -240,7 +240,9 @@ class PositionedAttention(MegatronModule):
         if self.query_multiplier != 1.0 and not turns_multiples:
             q = q * self.query_multiplier
         if self.temperature is not None:
-            rows = context.query_rows or build_query_rows([self], context.segments, q.shape[0], q.shape[2], q.device)
+            rows = context.query_rows or build_query_rows(
+                [self], context.segments, q.shape[0], q.shape[2], q.device, context.restarted
+            )
             q = scale_queries(q, self.temperature, rows[self.window], self.heads)
         segments = context.masked_segments.get(self.layer_index, context.segments)
         # Queries of all rows available here, for a processor that reads rows above.
@@ -373,7 +375,18 @@ def build_query_rows(
     batch: int,
     length: int,
     device: torch.device,
+    restarted: TokenRange | None = None,
 ) -> dict[int | None, QueryRows]:
-    """Compute the inputs of the layers' temperatures for a forward pass, by window."""
+    """Compute the inputs of the layers' temperatures for a forward pass, by window.
+
+    Args:
+        attentions: attention modules of the layers.
+        segments, batch, length, device: as for `describe_query_rows`.
+        restarted: positions of all tokens, T · B, if they do not follow the segments.
+    """
     windows = {attention.window for attention in attentions if attention.temperature is not None}
-    return {window: describe_query_rows(segments, window, batch, length, device) for window in windows}
+    rows = {window: describe_query_rows(segments, window, batch, length, device) for window in windows}
+    if restarted is None or not rows:
+        return rows
+    positions = restarted.positions(device).float().unflatten(0, (length, batch)).t()
+    return {window: own._replace(positions=positions) for window, own in rows.items()}

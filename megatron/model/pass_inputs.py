@@ -212,7 +212,9 @@ class LayerGroups:
 
     def __init__(self, attentions: Sequence[PositionedAttention]) -> None:
         self._with_tables = _group_layers(attentions, lambda each: (type(each.encoding), type(each.backend)))
-        self._with_masks = _group_layers(attentions, lambda each: (type(each.backend), each.window))
+        self._with_masks = _group_layers(
+            attentions, lambda each: (type(each.backend), each.window, each.encoding.qk_head_dim)
+        )
         self._with_processors = _group_layers(
             attentions,
             lambda each: (type(each.encoding), type(each.backend), type(each.processor), each.window),
@@ -251,7 +253,7 @@ class LayerGroups:
             for group in self._with_masks:
                 masked |= _compute_layer_masks([attentions[i] for i in group], segments, document_starts, hidden)
         length, batch = hidden.shape[:2]
-        rows = build_query_rows(attentions, segments, batch, length, hidden.device)
+        rows = build_query_rows(attentions, segments, batch, length, hidden.device, restarted)
         return AttentionContext(segments, kv_cache, num_logits, tables, terms, masked, restarted, rows)
 
 
@@ -290,7 +292,9 @@ def _compute_tables(
 def _compute_layer_masks(
     attentions: Sequence[PositionedAttention], segments: tuple[Segment, ...], starts: Tensor, like: Tensor
 ) -> dict[int, tuple[Segment, ...]]:
-    """Compute the document masks once for all layers with the same backend and window, and for their recomputation.
+    """Compute the document masks once for layers with the same backend, window and length of rotated queries.
+
+    Their recomputation uses the same masks.
 
     Return the segments with their masks, by layer index.
 

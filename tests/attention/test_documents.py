@@ -16,6 +16,7 @@ from megatron.attention.backends.backend import AttentionFormula, can_mask_docum
 from megatron.attention.backends.pytorch import (
     ChunkedBackend,
     EagerBackend,
+    PackedDocuments,
     RowBlockBackend,
     SdpaBackend,
     pack_documents,
@@ -358,3 +359,22 @@ def test_the_document_mask_is_built_once_for_all_layers(
     assert (len(gpt.local_layers), len(built)) == (2, 1)
     gpt(tokens, num_logits=3, document_starts=starts)
     assert len(built) == 3
+
+
+@pytest.mark.parametrize("pattern", [["rotary", "pope"], ["pope", "rotary"]])
+def test_layers_whose_rotated_queries_differ_in_length_have_their_own_masks(
+    pattern: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention limits the length of rotated queries, which PoPE doubles."""
+    gpt = small_gpt(LENGTH, pattern, "none")
+    tokens, starts = torch.randint(VOCABULARY, (len(PACKED), LENGTH)), first_keys_of(PACKED).long()
+    expected, calls = gpt(tokens, document_starts=starts), []
+
+    def attend(inputs: AttentionInputs, documents: PackedDocuments) -> Tensor:
+        calls.append(inputs.encoding.qk_head_dim)
+        return EagerBackend()(inputs)
+
+    monkeypatch.setattr(pytorch, "attend_packed", attend)
+    monkeypatch.setattr(pytorch, "has_packed_attention", lambda like, head_dim: head_dim <= 8)
+    torch.testing.assert_close(gpt(tokens, document_starts=starts), expected, rtol=1e-4, atol=1e-5)
+    assert calls == [8]

@@ -7,6 +7,7 @@ from models import build_model
 from megatron.model.gpt import GPT
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
+from megatron.position.temperatures.llama4 import Llama4
 from megatron.utils.errors import UserError
 
 LENGTH = 12
@@ -65,6 +66,27 @@ def test_gradients_reach_the_rows_of_the_ids() -> None:
     gradient = model.position.vectors.weight.grad
     read = set(IDS.flatten().tolist())
     assert {row for row in range(40) if bool(gradient[row].any())} == read
+
+
+@pytest.mark.parametrize("name", ["rotary", "learned"])
+@torch.no_grad()
+def test_a_temperature_receives_the_ids(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's factor depends on its id, and on the number of keys it sees, which does not depend on ids."""
+    model = build(name, attention_temperature="llama4", attention_temperature_options={"floor_scale": 3})
+    indices = torch.arange(LENGTH).expand(3, LENGTH)
+    torch.testing.assert_close(model(TOKENS, position_ids=indices), model(TOKENS), **ROUNDING)
+    received = []
+
+    def record(module: Llama4, positions: torch.Tensor, num_keys: torch.Tensor) -> torch.Tensor:
+        received.append((positions, num_keys))
+        return (1 + 0.1 * torch.log1p(torch.floor((IDS.float() + 1) / 3)))[None]
+
+    found = model(TOKENS, position_ids=IDS)
+    monkeypatch.setattr(Llama4, "forward", record)
+    torch.testing.assert_close(found, model(TOKENS, position_ids=IDS), **ROUNDING)
+    for positions, num_keys in received:
+        assert torch.equal(positions, IDS.float())
+        assert torch.equal(num_keys.expand(3, -1), indices.float() + 1)
 
 
 def test_methods_without_position_ids() -> None:

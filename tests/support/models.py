@@ -24,7 +24,7 @@ def build_model(*args: Any, **choices: Any) -> GPT:
     return build.build_model(*args, groups=build_single_process_groups(), **choices)
 
 
-def small_gpt(length: int, encoding: str, processor: str, **place: object) -> GPT:
+def small_gpt(length: int, encoding: str | list[str], processor: str, **place: object) -> GPT:
     """Build a model in evaluation mode for sequences of this length, with attention in several chunks of rows."""
     model = ModelOptions(
         num_layers=2,
