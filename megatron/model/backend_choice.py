@@ -45,6 +45,7 @@ from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.attention import get_tensor_parallel_heads
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
+from megatron.position.catalog import compute_method_digests
 from megatron.position.token_range import ALL_HEADS, TokenRange, sample_positions
 from megatron.utils.errors import RunError
 from megatron.utils.rounding import SAFETY_FACTOR
@@ -267,6 +268,8 @@ def build_check_key(
 ) -> CheckKey:
     """Return the conditions on which the result of a rank's check depends, in JSON types."""
     sizes, softcap = groups.mesh.sizes, model.attn_logit_softcapping
+    processors = [name for name in position.processors if name != "none"]
+    digests = compute_method_digests({"encodings": position.encodings, "processors": processors})
     return {
         "card": describe_gpu(target.device),
         "software": describe_software(),
@@ -277,6 +280,7 @@ def build_check_key(
             # Absent if unset, so that results of earlier versions stay valid.
             **({} if model.head_dim is None else {"head_dim": model.head_dim}),
             **({} if softcap is None else {"softcap": softcap}),
+            **({"methods": digests} if digests else {}),
             **({} if target.document_starts is None else {"documents": _hash_starts(target.document_starts)}),
             "length": target.length,
             "batch": target.batch,

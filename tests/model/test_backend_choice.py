@@ -6,6 +6,7 @@ The checks run on the CPU, which is declared a checked device; the candidates ar
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron.model.backend_choice import (
 )
 from megatron.options.model import ModelOptions
 from megatron.options.position import PositionOptions
+from megatron.position.catalog import METHODS_VARIABLE
 from megatron.position.token_range import ALL_HEADS
 from megatron.utils.errors import RunError
 
@@ -138,6 +140,50 @@ def test_an_earlier_check_of_the_same_problem_is_reused(planted) -> None:
     assert "result of an earlier check" in again.lines[0]
     choose(target=replace(TARGET, batch=1))  # another shape
     assert len(planted["calls"]) == 5
+
+
+OWN_METHOD = """
+from megatron.position.encoding import Encoding, ScoreTerms
+
+
+class Own(Encoding):
+    formula = "none or a bias"
+    source = "test"
+    advice = "test"
+    {}
+"""
+BIAS = """adds_bias = True
+
+    def table(self, distances):
+        return ScoreTerms(bias=-distances[None].expand(self.dims.num_heads, -1))
+"""
+
+
+def test_a_changed_method_of_the_users_own_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias excludes PyTorch's fused attention, which the check of the version without a bias chose."""
+    times, candidates_of = count(1), backend_choice.list_candidates
+    monkeypatch.setattr(
+        backend_choice,
+        "list_candidates",
+        lambda *arguments: {**candidates_of(*arguments), "other": RowBlockBackend(4)},
+    )
+    monkeypatch.setattr(
+        backend_choice,
+        "try_backends",
+        lambda problem, backends: trials_module.try_backends(problem, backends, timer=lambda *_: next(times)),
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(backend_choice, "CHECKED_DEVICES", ("cpu",))
+    monkeypatch.setenv(METHODS_VARIABLE, str(tmp_path / "methods"))
+    file = tmp_path / "methods" / "encodings" / "own.py"
+    file.parent.mkdir(parents=True)
+    chosen = []
+    for body in ("takes_positions = False", BIAS):
+        file.write_text(OWN_METHOD.format(body))
+        encoding, _ = build("own", "none")
+        layers = [LayerType(PositionOptions(pos_emb="own"), AttentionFormula(encoding))]
+        chosen.append(choose_backends("auto", MODEL, layers, make_groups(), TARGET).name)
+    assert chosen == ["sdpa", "row blocks"]
 
 
 def test_documents_are_checked_if_the_run_masks_them(planted) -> None:
