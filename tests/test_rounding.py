@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.utils.rounding import suspend_rounding
 from tools.tolerances import (
     SAFETY_FACTOR,
     Results,
@@ -102,6 +103,17 @@ def test_gradients_are_disturbed_as_well_and_the_same_every_time() -> None:
         second = gradient()
     assert torch.equal(first, second)
     assert 0 < (first - gradient()).abs().max() < 1e-4
+
+
+def test_suspended_operations_are_exact_and_their_gradients_disturbed() -> None:
+    x = torch.linspace(0.1, 1, 9, dtype=torch.float64).requires_grad_()
+    with RoundingMode(torch.float32, 1):
+        with suspend_rounding():
+            root = x.sqrt()
+        disturbed, (gradient,) = x.sqrt(), torch.autograd.grad(root.sum(), x)
+    assert torch.equal(root, x.sqrt())
+    assert not torch.equal(disturbed, x.sqrt())
+    assert not torch.equal(gradient, torch.autograd.grad(x.sqrt().sum(), x)[0])
 
 
 COMMON_FUNCTIONS = {

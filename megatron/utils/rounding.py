@@ -15,6 +15,7 @@ A result must be within SAFETY_FACTOR times that size, in the norm of its errors
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,22 @@ NUM_DRAWS = 12
 ELEMENTARY_UNITS = 4.0
 """Error of an exponential or logarithm in units of roundoff: 2 ulp in PyTorch, NumPy and CUDA's approximate
 instructions."""
+
+
+_suspensions: list[None] = []
+
+
+@contextmanager
+def suspend_rounding() -> Iterator[None]:
+    """Leave the operations inside the context exact under a `RoundingMode`.
+
+    For code that computes in float64 in every compute type. Its backward pass is perturbed.
+    """
+    _suspensions.append(None)
+    try:
+        yield
+    finally:
+        _suspensions.pop()
 
 
 class RoundingMode(TorchDispatchMode):
@@ -95,7 +112,8 @@ class RoundingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        if packet in EXACT_OPS or not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args):
+        is_exact = packet in EXACT_OPS or bool(_suspensions)
+        if is_exact or not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args):
             return func(*args, **kwargs)
         if packet in RULES_BY_OP:
             found = RULES_BY_OP[packet](self, func, args, kwargs)

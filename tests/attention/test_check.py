@@ -223,6 +223,35 @@ def test_a_wrong_kernel_is_named_and_rejected(spoil, result: str) -> None:
     assert CheckResult({}, {}, tuple(trials), 0.0).rank_backends() == [right]
 
 
+class GatesTimes(EagerBackend):
+    """Backend that multiplies the sums of gates by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, inputs: AttentionInputs) -> torch.Tensor:
+        assert inputs.row_bias is not None
+        assert inputs.key_bias is not None
+        row_bias, key_bias = (self.factor * bias for bias in (inputs.row_bias, inputs.key_bias))
+        return super().__call__(replace(inputs, row_bias=row_bias, key_bias=key_bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("processor", ["none", "cdape"])
+@pytest.mark.parametrize("documents", [None, APART])
+def test_a_kernel_with_wrong_gates_is_rejected(
+    processor: str, documents: CheckedDocuments | None, dtype: torch.dtype
+) -> None:
+    """Sums of gates are float64 in every compute type, so their rounding does not hide errors of a backend."""
+    backends = {
+        "row blocks": RowBlockBackend(8), "whole": GatesTimes(1.0), "none": GatesTimes(0.0), "wrong": GatesTimes(1.1),
+        "scaled": Wrong(lambda out, _: out * 1.05),
+    }  # fmt: skip
+    problem = make_problem(("fox", processor), documents=documents, dtype=dtype)
+    trials = try_backends(problem, backends, timer=count_passes)
+    assert [trial.is_correct for trial in trials] == [True, True, False, False, False], trials
+
+
 @pytest.mark.parametrize("method", [("kerple_log", "none"), ("kerple_log", "cdape"), ("none", "none")])
 @pytest.mark.parametrize("shift", [None, 1, -1])
 def test_a_kernel_that_confuses_documents_is_rejected(method, shift: int | None) -> None:

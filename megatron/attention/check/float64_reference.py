@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.attention.documents import split_documents
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import compute_attention, compute_logits
+from megatron.attention.reference import compute_attention, compute_logits, sum_gates
 from megatron.attention.segments import (
     SampleFunction,
     Segment,
@@ -29,6 +29,7 @@ from megatron.position.bounded_parameter import BoundedParameter
 from megatron.position.encoding import Encoding
 from megatron.position.processor import Processor
 from megatron.position.token_range import TokenRange
+from megatron.utils.rounding import suspend_rounding
 
 SEED = 20
 PARAMETER_PREFIXES = ("encoding.", "processor.", "sink.")
@@ -102,6 +103,12 @@ def choose_row_ranges(
         middle = max(border - size // 3, size)
         for start in sorted({0, min(middle, tokens.length - 2 * size), tokens.length - size}):
             yield RowRange(index, start, start + size)
+
+
+def sum_gates_exactly(gates: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Compute `reference.sum_gates`, which is exact in every compute type, without perturbations."""
+    with suspend_rounding():
+        return sum_gates(gates, num_rows)
 
 
 def attend_as_fused(inputs: AttentionInputs) -> Tensor:

@@ -35,9 +35,10 @@ from megatron.attention.check.float64_reference import (
     count_documents,
     count_pairs,
     list_parameters,
+    sum_gates_exactly,
 )
 from megatron.attention.inputs import AttentionInputs
-from megatron.attention.reference import precompute_terms, sum_gates
+from megatron.attention.reference import precompute_terms
 from megatron.attention.segments import ALL_SEQUENCES, Segment, attend_segments
 from megatron.attention.softmax import SoftmaxSink, build_softmax_sink
 from megatron.position.base import ConvolutionParameters
@@ -179,7 +180,7 @@ class CheckProblem:
             document_starts = self.documents.starts[:, query.start : query.stop].to(self.device, torch.int32)
         gates = self._compute_gates(self.encoding, self._score_heads)
         own_gates = None if gates is None else gates[..., : query.stop]
-        row_bias, key_bias = get_gate_sum_function(compute, sum_gates)(own_gates, query.length)
+        row_bias, key_bias = get_gate_sum_function(compute, sum_gates_exactly)(own_gates, query.length)
         return AttentionInputs(
             q=q,
             row_bias=row_bias,
@@ -262,7 +263,7 @@ class CheckProblem:
         """Compute the output of some rows of all sequences, each document separately, with changed inputs."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, segment: Segment) -> Tensor:
-            row_bias, key_bias = get_gate_sum_function(compute, sum_gates)(gates, segment.tokens.length)
+            row_bias, key_bias = get_gate_sum_function(compute, sum_gates_exactly)(gates, segment.tokens.length)
             inputs = AttentionInputs(
                 q=q,
                 k=k,
@@ -336,9 +337,9 @@ class CheckProblem:
                 q_leaves.append(queries[row_range.segment][-1:, score_heads, rows].double().requires_grad_())
                 tokens = self.segments[row_range.segment]
                 own_heads = own if self.processor is None else self.heads
+                compared = replace(tokens, start=tokens.start + row_range.start, length=rows.stop - rows.start)
                 upstream.append(gradients[row_range.segment][-1:, heads, rows].double())
                 if self.documents is not None:  # each document separately, even if the backend combines several
-                    compared = TokenRange(tokens.start + row_range.start, row_range.stop - row_range.start)
                     output = self._attend_by_document(
                         lambda inputs: attend_as_fused(precompute_terms(inputs)),
                         self.documents.select_last(1),
@@ -351,17 +352,14 @@ class CheckProblem:
                     )
                     outputs.append(output)
                     continue
-                row_bias, key_bias = sum_gates(gates, self.num_columns)
-                first, last = tokens.start + row_range.start, tokens.start + row_range.stop
+                row_bias, key_bias = sum_gates_exactly(gates, self.num_columns)
                 inputs = AttentionInputs(
                     q=q_leaves[-1],
-                    row_bias=None if row_bias is None else row_bias[..., first:last],
+                    row_bias=None if row_bias is None else row_bias[..., compared.start : compared.stop],
                     key_bias=key_bias,
                     k=k_leaves[-1],
                     v=v_leaves[-1],
-                    query=replace(
-                        tokens, start=tokens.start + row_range.start, length=row_range.stop - row_range.start
-                    ),
+                    query=compared,
                     key=TokenRange(0, self.num_columns, tokens.sampled),
                     encoding=encoding,
                     processor=processor,
@@ -371,7 +369,7 @@ class CheckProblem:
                     **self._describe_softmax(sink, q_leaves[-1]),
                 )
                 # Drop columns that no row depends on.
-                block = inputs.select_rows(0, row_range.stop - row_range.start)
+                block = inputs.select_rows(0, compared.length)
                 outputs.append(attend_as_fused(precompute_terms(block)))
         named = dict(list_parameters(encoding, processor, sink))
         leaves = [*q_leaves, *k_leaves, *v_leaves, *named.values()]
