@@ -56,6 +56,7 @@ from megatron.options.model import (
     has_qkv_bias,
 )
 from megatron.options.position import PositionOptions, find_indivisible_sizes, find_model_conflicts
+from megatron.position.base import PositionModule
 from megatron.position.encoding import Encoding
 from megatron.position.facts import AttentionDims
 from megatron.position.processor import Processor
@@ -194,10 +195,12 @@ def _scale_initial_weights(gpt: GPT, model: ModelOptions) -> None:
     """Rescale the initial weights from the base model's standard deviations to muP's."""
     if gpt.mup is None:
         return
-    own = {id(p) for module in gpt.modules() if isinstance(module, Encoding | Processor) for p in module.parameters()}
+    methods = [module for module in gpt.modules() if isinstance(module, PositionModule)]
+    own = {id(p) for module in methods if isinstance(module, Encoding | Processor) for p in module.parameters()}
+    drawn = {id(p) for module in methods for p in module.list_fan_in_draws()}
     with torch.no_grad():
         for parameter, role in list_roles(gpt):
-            factor = gpt.mup.get_init_scale(role)
+            factor = 1.0 if id(parameter) in drawn else gpt.mup.get_init_scale(role)
             if id(parameter) not in own and role in ("embedding", "hidden"):
                 factor *= model.mup_init_scale
             if factor != 1.0:

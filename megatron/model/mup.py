@@ -11,9 +11,9 @@ for AdamW's epsilon and weight decay, Yang et al. 2023 (2310.17813, condition 1)
       by Muon                 the same            1/√m · l^(α−1)       √m
     norms, biases of layers   base's              l^(α−1)              -              1 / (m·l^α)
     the last norm             base's              1                    -              1 / m
-    encodings, processors,    base's              l^(α−1)              1 or none      1 / (m·l^α)
+    encodings, processors,    their own           l^(α−1)              1 or none      1 / (m·l^α)
       temperatures
-      that sum over heads     base's / √h         1/h · l^(α−1)        h              1 / (m·l^α)
+      that sum over heads     their own / √h      1/h · l^(α−1)        h              1 / (m·l^α)
 
 and the forward pass multiplies
 
@@ -37,9 +37,9 @@ A score processor's first convolution sums over the heads' scores and biases (fa
 fixed number W of channels; its second maps these back to all heads. For the heads, the first is like an output matrix
 for the hidden units: from many to few. If its weights had size 1/√h, as torch initializes them, each step would move
 the scores of all heads together in the direction of these weights, and their sum by √h. They therefore have size 1/h
-(base's deviation, which contains 1/√h, over √h) and move by 1/h. The second is like an embedding, from few to many: its
-fan-in W·k does not grow, so nothing changes. Transformer-XL's projection sums over hidden units into hidden units: it
-is a layer's matrix.
+(their own deviation, which contains 1/√h, over √h) and move by 1/h. The second is like an embedding, from few to many:
+its fan-in W·k does not grow, so nothing changes. Transformer-XL's projection sums over hidden units into hidden units:
+it is a layer's matrix. If it is drawn like the weight of torch.nn.Linear, its start values contain 1/√m already.
 """
 
 import math

@@ -125,6 +125,13 @@ class PositionModule(nn.Module):
         """
         return []
 
+    def list_fan_in_draws(self) -> list[nn.Parameter]:
+        """Return weights over hidden units whose start values already fall with the root of the hidden size.
+
+        They are among `list_growing_fan_ins`, and muP leaves their start values as drawn.
+        """
+        return []
+
     def list_decayed(self) -> list[nn.Parameter]:
         """Return the weights of an encoding or temperature to which weight decay applies: projections.
 

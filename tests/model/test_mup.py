@@ -136,6 +136,17 @@ def test_invalid_configurations_are_rejected(keys: dict[str, Any], key: str, tex
     assert text in problem
 
 
+@pytest.mark.parametrize("choice", [{}, {"linear_init": True}])
+def test_a_projection_starts_as_a_layers_matrix_however_it_is_drawn(choice: dict[str, bool]) -> None:
+    """Transformer-XL's projection is base's / √m, also if its own draw depends on the width."""
+    position = PositionOptions(pos_emb="transformer_xl", pos_emb_options=choice)
+    sizes = []
+    for width, heads in ((16, 2), (256, 32)):
+        gpt = build_model(options(**WIDE, hidden_size=width, num_attention_heads=heads), position, VOCABULARY, seed=1)
+        sizes.append(gpt.position.project.weight.square().mean().sqrt().item())
+    assert sizes[1] / sizes[0] == pytest.approx(1 / 4, rel=5 / math.sqrt(2 * 16**2))  # five deviations of 256 draws
+
+
 def test_methods_without_a_rule_are_rejected() -> None:
     heads = {**WIDE, "mup_base_num_attention_heads": 4}
     with pytest.raises(UserError, match="no muP rule for a head size other than the base model's"):

@@ -92,6 +92,9 @@ class TransformerXL(Encoding):
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
         return [(self.project.weight, "hidden")]
 
+    def list_fan_in_draws(self) -> list[nn.Parameter]:
+        return [self.project.weight] if self.option_values["linear_init"] else []
+
     def _get_sinusoids(self, count: int, like: Tensor) -> Tensor:
         """Return R_0 … R_{count−1}, [count, D], cached and recomputed when more are needed.
 
