@@ -18,7 +18,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from megatron.options.section import CommaSeparated, ConfigSection
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, escape_control_characters
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,7 @@ def print_to_stderr(message: str) -> None:
 def print_notes(notes: Iterable[str]) -> None:
     """Print notes to standard error."""
     for note in notes:
-        print_to_stderr(f"note: {note}")
+        print_to_stderr(escape_control_characters(f"note: {note}"))
 
 
 def print_facts(console: Console, facts: dict[str, str]) -> None:

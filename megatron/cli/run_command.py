@@ -31,6 +31,7 @@ from megatron.utils.errors import (
     UserError,
     describe_error,
     describe_file_limit,
+    escape_lines,
     is_out_of_files,
     to_path_error,
 )
@@ -133,7 +134,7 @@ def _run_app(app: Any, name: str) -> int:
 
 def _print_error(message: str) -> None:
     with suppress(OSError):  # the terminal may be closed
-        for line in replace_program_name(message).splitlines() or [""]:
+        for line in escape_lines(replace_program_name(message)).split("\n"):
             print(f"error: {line}", file=sys.stderr)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron.cli.arguments import AsJson, print_facts, print_to_stderr
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, escape_control_characters
 from megatron.utils.formatting import format_quantity
 
 if TYPE_CHECKING:
@@ -314,11 +314,6 @@ def _describe_row(attempt: StepAttempt, row: BatchRow, limit: int) -> dict[str, 
             }
         )
     return values | {"documents": documents}
-
-
-def escape_control_characters(text: str) -> str:
-    r"""Return a text with every unprintable character as an escape such as \n, so that it cannot control a terminal."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def format_attempt(described: dict[str, Any]) -> Iterator[str]:

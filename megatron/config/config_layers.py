@@ -20,7 +20,7 @@ from typing import Any, ClassVar, get_args
 from megatron.config.schema import KeyPath, get_default_value, list_config_keys
 from megatron.config.yaml_files import YamlDocument, describe_non_mapping, format_value, quote_value
 from megatron.options.data import SPLITS, TASK_KEYS, TEXT_KEYS
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, quote_text, shorten_text
 from megatron.utils.formatting import suggest_names
 
 COMMAND_LINE = "command line"
@@ -402,12 +402,13 @@ class ConfigLayers:
         name = ".".join(path)
         if (parent := list_config_keys().get(path[:-1])) is not None and parent.takes_mapping:
             form = f"'{{{path[-1]}: {format_value(given)}}}'"
-            return f"unknown key {name!r}; {parent.name} is set as a whole: {parent.name}={form}"
+            return f"unknown key {quote_text(name)}; {parent.name} is set as a whole: {parent.name}={form}"
         if path == ("sweep",):
             return "sweep: use `./deepy.py sweep` to run a file with this section"
         key, _, value = path[-1].partition(":")
         if value:
-            return f"unknown key {name!r}; YAML needs a space after the colon: {{{key}: {value}}}"
+            spaced = shorten_text(f"{{{key}: {value}}}")
+            return f"unknown key {quote_text(name)}; YAML needs a space after the colon: {spaced}"
         siblings = {key[-1]: ".".join(key) for key in list_config_keys() if key[:-1] == path[:-1]}
         if len(path) == 1:
             siblings |= {key: key for key, rule in self.key_rules.items() if rule.is_suggested}
@@ -416,5 +417,7 @@ class ConfigLayers:
         here = [siblings[key] for key in siblings if key.rstrip("s") == path[-1].rstrip("s")]  # `harness.task`
         hint = f"did you mean {' or '.join([*here, *elsewhere])}?" if elsewhere else ""
         hint = hint or suggest_names(path[-1], siblings, max_suggestions=2, shown=siblings)
-        hint = hint or suggest_names(name, all_names) or "`./deepy.py keys` lists all keys"
-        return f"unknown key {name!r}; {hint}"
+        if not hint and parent is not None and parent.opens:  # its name makes all names inside similar
+            hint = f"{parent.name} has {', '.join(siblings)}"
+        hint = hint or suggest_names(name, all_names)
+        return f"unknown key {quote_text(name)}; {hint or '`./deepy.py keys` lists all keys'}"

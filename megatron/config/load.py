@@ -43,7 +43,7 @@ from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, ge
 from megatron.options.optimizer import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
 from megatron.utils.atomic_io import LOCK, is_lock_held
-from megatron.utils.errors import UserError, check_reachable
+from megatron.utils.errors import UserError, check_reachable, join_problems, quote_text
 from megatron.utils.formatting import suggest_names
 from megatron.utils.project import SHIPPED_CONFIGS
 
@@ -129,7 +129,7 @@ def split_override(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     name = name.strip().removeprefix("--")
     if not equals or not name:
-        raise UserError(f"command line: {text!r} is not key=value")
+        raise UserError(f"command line: {quote_text(text)} is not key=value")
     if not value.strip():
         raise UserError(f"command line: {name} is empty; write {name}=VALUE, or {name}=null to unset it")
     return name, parse_scalar(value, f"command line: {name}")
@@ -236,12 +236,12 @@ def _build_config(layers: ConfigLayers, sources: str) -> Config:
     except ValidationError as error:
         layers.problems += describe_validation_error(error, lambda path: layers.locate(path) or sources)
         layers.problems += _find_unknown_methods(layers)
-        raise UserError("\n".join(layers.problems)) from error
+        raise UserError(join_problems(layers.problems)) from error
     for key, message in validate_config(config):
         where = _locate_conflict(layers, key, message)
         layers.problems.append(f"{where}: {message}" if where else message)
     if layers.problems:
-        raise UserError("\n".join(layers.problems))
+        raise UserError(join_problems(layers.problems))
     _note_gated_width(config.model, layers)
     _note_linear_decay(config, layers)
     _note_unread(config, layers)

@@ -31,7 +31,7 @@ from megatron.options.position import PositionOptions
 from megatron.options.section import ChangePolicy, ConfigSection, list_accepted_names, read_docstring
 from megatron.options.training import BATCH_SIZES, TrainingOptions
 from megatron.utils.atomic_io import write_text_atomically
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, quote_text
 from megatron.utils.field_errors import BOUND_MESSAGES, EXPECTED_TYPES, describe_requirement, name_location
 from megatron.utils.formatting import format_choices
 
@@ -349,7 +349,8 @@ def describe_validation_error(
         prefix = f"{source}: " if source else ""
         name = name_location(location)
         if is_key:
-            yield f"{prefix}{name_location(location[:-1])}: {item['input']!r}: {_list_valid_values(dict(item), None)}"
+            owner, given = name_location(location[:-1]), quote_text(str(item["input"]))
+            yield f"{prefix}{owner}: {given}: {_list_valid_values(dict(item), None)}"
             continue
         if item["type"] == "missing":
             key = keys.get(path)

@@ -31,7 +31,7 @@ from megatron.position.catalog import (
     read_processor_facts,
     read_temperature_facts,
 )
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, shorten_text
 from megatron.utils.formatting import format_choices, suggest_names
 
 ConfigProblem = tuple[str, str]
@@ -71,11 +71,8 @@ def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator
             reason = f"is not a method but an overlay, configs/position/{overlay}.yml"
             yield key, f"{key} {name} {reason}; pass it with the other files: ./deepy.py train CONFIG {overlay}"
         case None:
-            choices = format_choices(name, methods)
-            yield (
-                key,
-                f"{key} {name} is not available; {choices}; list folders of other methods in {METHODS_VARIABLE}",
-            )
+            remedy = f"{format_choices(name, methods)}; list folders of other methods in {METHODS_VARIABLE}"
+            yield key, f"{key} {shorten_text(name)} is not available; {remedy}"
 
 
 def validate_methods(

@@ -31,7 +31,7 @@ from ruamel.yaml.parser import Parser
 from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import VersionedResolver
 
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, quote_text, shorten_text
 
 ALLOWED_TAGS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
 MERGE_TAG = "tag:yaml.org,2002:merge"
@@ -46,19 +46,19 @@ MAX_NESTING = 50
 
 
 def format_value(value: Any) -> str:
-    """Format a value briefly, as in YAML."""
+    """Format a value as in YAML for use in one line; a long one is shortened."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if value is None:
         return "null"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {format_value(item)}' for name, item in value.items())}}}"
-    return str(value) or "''"
+        return shorten_text(f"{{{', '.join(f'{name}: {format_value(item)}' for name, item in value.items())}}}")
+    return shorten_text(str(value)) or "''"
 
 
 def quote_value(value: Any) -> str:
     """Format a value of the wrong type, with a string in quotes: '2' is not 2."""
-    return repr(value) if isinstance(value, str) else format_value(value)
+    return quote_text(value) if isinstance(value, str) else format_value(value)
 
 
 def describe_non_mapping(value: Any) -> str:
@@ -93,46 +93,70 @@ class _TextDates(VersionedResolver):
             super().add_version_implicit_resolver(version, tag, regexp, first)
 
 
-def _create_loader(source: str) -> YAML:
-    """Create a loader that rejects too many or too deeply nested values; `source` names the file in messages."""
+def _create_loader(source: str, *, has_lines: bool = True) -> YAML:
+    """Create a loader that rejects too many or too deeply nested values.
+
+    source: name of the file in messages; has_lines: add the line.
+    """
     loader = _build_loader()
     loader.Resolver = _TextDates
-    loader.Parser = partial(_BoundedParser, source=source)
+    loader.Parser = partial(_BoundedParser, source=source, has_lines=has_lines)
     return loader
+
+
+@dataclass
+class _OpenCollection:
+    """List or mapping whose end has not been read."""
+
+    anchor: str | None
+    num_nodes_before: int
+    num_levels: int = 1
+    """Depth of the collections inside, counting this one and expanded aliases."""
 
 
 class _BoundedParser(Parser):
     """Parser that rejects too many or too deeply nested values before they are constructed."""
 
-    def __init__(self, loader: YAML, source: str) -> None:
+    def __init__(self, loader: YAML, source: str, has_lines: bool) -> None:
         super().__init__(loader)
-        self.source = source
+        self.source, self.has_lines = source, has_lines
         self.num_nodes = 0
-        self.anchors: dict[str, int] = {}  # number of nodes that each closed anchor expands to
-        self.opened: list[tuple[str | None, int]] = []
+        self.anchors: dict[str, tuple[int, int]] = {}  # nodes and levels that each closed anchor expands to
+        self.opened: list[_OpenCollection] = []
 
     def get_event(self) -> Any:
         event = super().get_event()
-        num_nodes_before = self.num_nodes
         if isinstance(event, AliasEvent):
-            self.num_nodes += self.anchors.get(event.anchor, 1)
+            if any(event.anchor == each.anchor for each in self.opened):
+                raise self._build_error(event, f"alias *{event.anchor} is inside its own anchor; remove it")
+            self._add(event, *self.anchors.get(event.anchor, (1, 0)))
         elif isinstance(event, CollectionStartEvent):
-            self.num_nodes += 1
-            self.opened.append((event.anchor, num_nodes_before))
+            self._add(event, 1, 1)
+            self.opened.append(_OpenCollection(event.anchor, self.num_nodes - 1))
         elif isinstance(event, NodeEvent):
-            self.num_nodes += 1
-            self.anchors |= {event.anchor: 1} if event.anchor else {}
+            self._add(event, 1, 0)
+            self.anchors |= {event.anchor: (1, 0)} if event.anchor else {}
         elif isinstance(event, MappingEndEvent | SequenceEndEvent):
-            anchor, num_nodes_before = self.opened.pop()
-            self.anchors |= {anchor: self.num_nodes - num_nodes_before} if anchor else {}
-        if self.num_nodes > MAX_NODES:
-            raise self._build_error(event, f"more than {MAX_NODES:,} values, counting expanded aliases")
-        if len(self.opened) > MAX_NESTING:
-            raise self._build_error(event, f"nested too deeply for a configuration: more than {MAX_NESTING} levels")
+            closed = self.opened.pop()
+            if closed.anchor:
+                self.anchors[closed.anchor] = (self.num_nodes - closed.num_nodes_before, closed.num_levels)
+            if self.opened:
+                self.opened[-1].num_levels = max(self.opened[-1].num_levels, closed.num_levels + 1)
         return event
 
+    def _add(self, event: Event, num_nodes: int, num_levels: int) -> None:
+        """Count nodes and levels inside the innermost open collection."""
+        self.num_nodes += num_nodes
+        if self.num_nodes > MAX_NODES:
+            raise self._build_error(event, f"more than {MAX_NODES:,} values, counting expanded aliases")
+        if len(self.opened) + num_levels > MAX_NESTING:
+            raise self._build_error(event, f"nested too deeply for a configuration: more than {MAX_NESTING} levels")
+        if self.opened:
+            self.opened[-1].num_levels = max(self.opened[-1].num_levels, num_levels + 1)
+
     def _build_error(self, event: Event, reason: str) -> UserError:
-        return UserError(f"{self.source}:{event.start_mark.line + 1}: {reason}")
+        line = f":{event.start_mark.line + 1}" if self.has_lines else ""
+        return UserError(f"{self.source}{line}: {reason}")
 
 
 def _format_yaml_error(source: str, error: YAMLError) -> UserError:
@@ -144,7 +168,7 @@ def _format_yaml_error(source: str, error: YAMLError) -> UserError:
     problem = " ".join(error.problem.split())
     if "duplicate key" in problem:
         name = problem.split('"')[1]
-        return UserError(f"{where}: key {name!r} is given twice; remove one of the two")
+        return UserError(f"{where}: key {quote_text(name)} is given twice; remove one of the two")
     if "'\\t'" in problem:
         problem = "a tab is used instead of spaces"
     elif "determine a constructor for the tag" in problem:
@@ -187,7 +211,7 @@ def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...
         key_path = (*path, str(key_node.value))
         if isinstance(key_node, ScalarNode) and str(key_node.tag) != TEXT_TAG:
             where = f"{source}:{key_node.start_mark.line + 1}"
-            raise UserError(f"{where}: key {key_node.value} is not a string; put it in quotes")
+            raise UserError(f"{where}: key {shorten_text(str(key_node.value))} is not a string; put it in quotes")
         lines[key_path] = key_node.start_mark.line + 1
         _collect_lines(value_node, key_path, lines, source)
 
@@ -206,17 +230,17 @@ def _check_plain_value(
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise UserError(f"{where}: key {key!r} is not a string; put it in quotes")
+                raise UserError(f"{where}: key {shorten_text(repr(key))} is not a string; put it in quotes")
             if "\0" in key:
-                raise UserError(f"{where}: key {key!r} contains a null character; remove it")
+                raise UserError(f"{where}: key {quote_text(key)} contains a null character; remove it")
             _check_plain_value(item, source, line, lines, (*path, key))
     elif isinstance(value, list):
         for inner in value:
             _check_plain_value(inner, source, line, lines, path)
     elif isinstance(value, str) and "\0" in value:
-        raise UserError(f"{where}: {name} is {value!r}; a string cannot contain a null character")
+        raise UserError(f"{where}: {name} is {quote_text(value)}; a string cannot contain a null character")
     elif value is not None and not isinstance(value, bool | int | float | str):
-        raise UserError(f"{where}: {name} is {value}; put it in quotes if it is meant as a string")
+        raise UserError(f"{where}: {name} is {format_value(value)}; put it in quotes if it is meant as a string")
 
 
 def read_text(path: Path) -> str:
@@ -250,19 +274,14 @@ def _parse_with_lines(text: str, source: str) -> YamlDocument:
     except ValueError as error:  # for example a scalar that looks like a date but is not valid
         # Cut off Python's advice to programmers.
         raise UserError(f"{_locate_bad_scalar(node, source)}: not valid YAML: {str(error).split(';')[0]}") from error
-    except RecursionError as error:
-        raise UserError(f"{source}: nested too deeply to be a configuration") from error
     if values is None:
         return YamlDocument(source, {}, {})
     if not isinstance(values, dict):
         kind = {list: "a list"}.get(type(values), "a single value")
         raise UserError(f"{source}: contains {kind}; it must be a mapping of keys to values")
     lines: dict[tuple[str, ...], int] = {}
-    try:
-        _collect_lines(node, (), lines, source)
-        _check_plain_value(values, source, 1, lines, ())
-    except RecursionError as error:  # an anchor that contains itself
-        raise UserError(f"{source}: nested too deeply to be a configuration") from error
+    _collect_lines(node, (), lines, source)
+    _check_plain_value(values, source, 1, lines, ())
     return YamlDocument(source, values, lines)
 
 
@@ -279,24 +298,22 @@ def parse_scalar(text: str, source: str) -> Any:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{source}: {text!r} is not valid UTF-8; choose another name") from None
+        raise UserError(f"{source}: {quote_text(text)} is not valid UTF-8; choose another name") from None
     try:
-        loader = _create_loader(source)
+        loader = _create_loader(source, has_lines=False)
         node = loader.compose(io.StringIO(text))
         value = None if node is None else loader.constructor.construct_document(node)
         _check_plain_value(value, source, 0, {}, ())
     except DuplicateKeyError as error:
-        raise UserError(f"{source}: {text!r} gives a key twice; remove one of the two") from error
+        raise UserError(f"{source}: {quote_text(text)} gives a key twice; remove one of the two") from error
     except (YAMLError, ValueError) as error:
         raise UserError(
-            f"{source}: {text!r} is not a YAML value; put it in quotes if it is meant as a string"
+            f"{source}: {quote_text(text)} is not a YAML value; put it in quotes if it is meant as a string"
         ) from error
-    except RecursionError as error:  # an anchor that contains itself
-        raise UserError(f"{source}: nested too deeply to be a configuration") from error
     first, end = (0, 0) if node is None else (node.start_mark.index, node.end_mark.index)
     if (text[:first] + text[end:]).strip():  # a comment, or the beginning of a document
         raise UserError(
-            f"{source}: only a part of {text!r} is a YAML value; put it in quotes if it is meant as a string"
+            f"{source}: only a part of {quote_text(text)} is a YAML value; put it in quotes if it is meant as a string"
         )
     return value
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from megatron.options.section import CommaSeparated, ConfigSection, config_field, require_count, require_pattern
-from megatron.utils.errors import UserError
+from megatron.utils.errors import UserError, quote_text
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -219,7 +219,7 @@ def parse_split_fractions(text: str) -> list[float]:
         fractions = []
     if not (1 <= len(fractions) <= 3 and all(0 <= part < float("inf") for part in fractions) and sum(fractions) > 0):
         raise UserError(
-            f"split is {text!r}; it must be up to three fractions of train, valid and test, such as 969,30,1"
+            f"split is {quote_text(text)}; it must be up to three fractions of train, valid and test, such as 969,30,1"
         )
     return fractions + [0.0] * (3 - len(fractions))
 

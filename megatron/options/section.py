@@ -19,7 +19,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 MAX_STEPS = 10**9
 """Upper bound of every step count. Products with the largest batch size still fit into 64 bits."""
@@ -55,6 +55,16 @@ class ConfigSection(BaseModel):
             for number, item in enumerate(value, start=1):
                 if item == "" and isinstance(item, str):
                     raise PydanticCustomError("empty_item", "empty", {"number": number})
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _reject_equal_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject a value that equals a choice of another type, such as true for 1, which pydantic would accept."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+        if value in choices and not any(value == choice and type(value) is type(choice) for choice in choices):
+            raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, choices))})
         return value
 
     def replace(self, **keys: Any) -> Self:

@@ -26,7 +26,7 @@ from megatron.options.sweep import (
 )
 from megatron.options.training import MAX_SEED
 from megatron.reports.metrics import METRICS
-from megatron.utils.errors import UserError, shorten_text
+from megatron.utils.errors import UserError, join_problems, shorten_text
 from megatron.utils.formatting import format_choices, format_quantity, suggest_names
 
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
@@ -152,7 +152,7 @@ def find_sweep_problems(values: dict[str, Any], locate: Callable[[KeyPath], str]
         else:
             problems += _find_inconsistencies(options, locate)
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(join_problems(problems))
     return options
 
 

@@ -5,14 +5,34 @@ import os
 import re
 import resource
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from megatron.utils.formatting import format_quantity
+
+
+def escape_control_characters(text: str) -> str:
+    r"""Return a text with every unprintable character as an escape such as \n, so that it cannot control a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def escape_lines(text: str) -> str:
+    """Escape unprintable characters in lines that are separated by line feeds, which stay."""
+    return "\n".join(map(escape_control_characters, text.split("\n")))
 
 
 class FarfieldError(Exception):
-    """Error that is reported to the user in one line. `exit_code` is the exit code of the process."""
+    """Error that is reported to the user in one line. `exit_code` is the exit code of the process.
+
+    Unprintable characters of the message, which files and arguments may contain, are escaped.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(escape_lines(message))
 
 
 class UserError(FarfieldError):
@@ -93,8 +113,24 @@ def check_reachable(path: str | os.PathLike[str]) -> None:
 
 def shorten_text(text: str, max_length: int = 200) -> str:
     """Shorten and escape an arbitrary text for use in one line."""
-    line = text if text.isprintable() else repr(text)[1:-1]
+    line = escape_control_characters(text)
     return line if len(line) <= max_length else f"{line[: max_length // 2]}…{line[-max_length // 2 :]}"
+
+
+MAX_PROBLEMS = 20
+"""Largest number of problems that one error lists."""
+
+
+def join_problems(problems: Sequence[str]) -> str:
+    """Join problems with one file, one line each; of very many, only the first."""
+    left_out = len(problems) - MAX_PROBLEMS
+    lines = [*problems[:MAX_PROBLEMS], f"and {format_quantity(left_out, 'more problem')}"] if left_out > 0 else problems
+    return "\n".join(lines)
+
+
+def quote_text(text: str, max_length: int = 200) -> str:
+    """Quote, escape and shorten an arbitrary text for use in one line."""
+    return shorten_text(repr(text), max_length)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

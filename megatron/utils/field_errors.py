@@ -13,6 +13,7 @@ EXPECTED_TYPES = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "a string",
+    "string_unicode": "a string without lone surrogates",
     "int_parsing": "an integer",
     "float_parsing": "a number",
     "bool_parsing": "true or false",

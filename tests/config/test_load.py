@@ -13,7 +13,7 @@ from megatron.config.schema import list_config_keys
 from megatron.options.launch import SlurmOptions
 from megatron.options.optimizer import OptimizerParams
 from megatron.utils.atomic_io import LOCK, FolderLock
-from megatron.utils.errors import UserError
+from megatron.utils.errors import MAX_PROBLEMS, UserError
 
 BASE = """\
 num_layers: 2
@@ -327,7 +327,10 @@ def test_misspelled_keys_are_reported_with_a_suggestion():
             wrong = (*section, name[:cut] + name[cut + 1 :])
             if wrong not in keys:
                 correct.setdefault(".".join(wrong), ".".join((*section, name)))
-    found = problems([], [f"{wrong}=1" for wrong in correct])
+    overrides = [f"{wrong}=1" for wrong in correct]
+    found = []
+    for start in range(0, len(overrides), MAX_PROBLEMS):
+        found += problems([], overrides[start : start + MAX_PROBLEMS])
     for wrong, right in correct.items():
         message = next(line for line in found if line.startswith(f"command line: unknown key '{wrong}';"))
         assert right in message, message

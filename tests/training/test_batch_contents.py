@@ -12,7 +12,7 @@ from rich.console import Console
 from tiny_runs import losses, records, tiny_config, train_with_processes
 
 from megatron.checkpoint import layout
-from megatron.cli.show import describe_attempt, escape_control_characters, parse_steps, show_batch
+from megatron.cli.show import describe_attempt, parse_steps, show_batch
 from megatron.config.schema import Config
 from megatron.data.indexed_dataset import open_indexed
 from megatron.data.torch_data import build_dataloader
@@ -20,7 +20,7 @@ from megatron.distributed.mesh import Mesh, ParallelSizes
 from megatron.training.batch_contents import BatchHistory
 from megatron.training.engine import Engine
 from megatron.training.train import train
-from megatron.utils.errors import RunError, UserError
+from megatron.utils.errors import RunError, UserError, escape_control_characters
 
 Micro = list[list[int]]
 
