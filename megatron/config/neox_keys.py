@@ -69,6 +69,7 @@ ALIASES = (
     Alias("hysteresis", "fp16.hysteresis"),
     Alias("min_scale", "fp16.min_loss_scale"),
     Alias("account", "slurm.account"),
+    Alias("peak_theoretical_tflops", "peak_tflops"),
     # Megatron-LM's
     Alias("recompute_granularity", "checkpoint_activations", null_value=False),
     Alias("recompute_activations", "checkpoint_activations", ("selective", False)),
@@ -153,7 +154,18 @@ VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "launcher": dict.fromkeys(("pdsh", "openmpi", "mpich", "impi", "mvapich"), "auto"),
 }
 
+_OTHER_INIT = dict.fromkeys(
+    ("orthogonal", "scaled_orthogonal", "single_residual_scaled_normal"), "use normal or scaled_normal"
+)
+
 UNSUPPORTED_VALUES: dict[str, dict[Any, str]] = {
+    "norm": dict.fromkeys(("scalenorm", "non_parametric_layernorm"), "use layernorm or rmsnorm"),
+    "activation": {
+        **dict.fromkeys(("softsign", "mish"), "use gelu, relu or silu"),
+        **dict.fromkeys(("glu", "reglu", "bilinear"), "use geglu or swiglu"),
+    },
+    "init_method": _OTHER_INIT,
+    "output_layer_init_method": _OTHER_INIT,
     "optimizer.type": dict.fromkeys(
         ("OneBitAdam", "onebitadam", "CPUAdam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "sgd"),
         "use Adam, AdamW, Muon or Lion",

@@ -27,14 +27,16 @@ _FEATURE_KEYS = (
     "gmlp_attn_dim", "scalenorm_epsilon", "param_sharing_style",
     "gradient_noise_scale_n_batches", "gradient_noise_scale_cpu_offload", "s3_chunk_size",
     "dpo_fp32", "dpo_reference_free", "dpo_beta", "kto_fp32", "kto_beta", "kto_desirable_weight",
-    "kto_undesirable_weight",
+    "kto_undesirable_weight", "fp32_reinforce", "kl_impl", "kl_div_beta", "reinforce_leave_one_out",
+    "weight_server_port", "online_dataserver_ips", "online_dataserver_ports", "moe_expert_interval", "moe_router_type",
+    "dim_att", "head_size", "ffn_dim",
     "mamba_selective_scan_fusion", "mamba_causal_conv_fusion", "mamba_inner_func_fusion",
     "mamba_selective_fp32_params", "mamba_use_bias_in_conv", "mamba_use_bias_in_linears",
 )  # fmt: skip
 _RUNTIME_KEYS = (
     "world_size", "rank", "local_rank", "iteration", "do_train", "do_valid", "do_test", "global_num_gpus",
     "is_pipe_parallel", "padded_vocab_size", "save_iters", "config_files", "user_script", "dynamic_loss_scale",
-    "curriculum_seqlen",
+    "curriculum_seqlen", "comet_experiment",
 )  # fmt: skip
 _GENERATION_KEYS = (
     "text_gen_type", "precompute_model_name", "temperature", "top_p", "top_k", "return_logits", "maximum_tokens",
@@ -51,6 +53,7 @@ IGNORED = (
             "layernorm_fusion",
             "rmsnorm_fusion",
             "use_flashattn_swiglu",
+            "fused_kernels_build_path",
         ),
         _KERNELS,
     ),
@@ -91,6 +94,7 @@ IGNORED = (
     Ignored(("memory_profiling_path",), "memory snapshots are written to the run's folder (`save`)"),
     Ignored(("log_dir",), "the log is log.txt in the run's folder (`save`)"),
     Ignored(("wandb_init_all_ranks", "git_hash"), "rank 0 reports for all"),
+    Ignored(("wandb_run_name",), "a run of Weights & Biases is named after its folder (`save`)"),
     Ignored(("checkpoint_validation_with_forward_pass",), "checkpoints are written atomically"),
     Ignored(("load_universal",), "a run can resume from its checkpoint in any layout"),
     Ignored(("seq_length_val",), "`eval_lengths` names further lengths to validate at"),
@@ -272,6 +276,7 @@ UNSUPPORTED = (
     Unsupported(
         ("pack_impl",), "documents are always packed; attention_mask: document separates them", (None, "packed")
     ),
+    Unsupported(("serve_model_weights",), "weights are read from checkpoints; leave it out"),
     Unsupported(("char_level_ppl",), "use `./deepy.py evaluate`, which reports perplexity and bits per byte"),
     Unsupported(
         ("log_grad_pct_zeros", "log_optimizer_states", "log_gradient_noise_scale"),

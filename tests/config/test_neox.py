@@ -195,6 +195,7 @@ def optimizer(name, **params):
         ({"recompute_granularity": "full", "recompute_method": "uniform"}, "checkpoint_activations", True),
         ({"recompute_activations": True, "recompute_modules": ["core_attn"]}, "checkpoint_activations", "selective"),
         ({"checkpoint_activations": True, "recompute_num_layers": 2}, "checkpoint_num_layers", 2),
+        ({"peak_theoretical_tflops": 312.0}, "peak_tflops", 312.0),
     ],
 )
 def test_other_names(read, theirs, key, value):
@@ -261,6 +262,10 @@ def test_schedules_by_names_of_megatron_and_pull_requests(read):
         ({"optimizer": {"type": "OneBitAdam"}}, "use Adam, AdamW, Muon or Lion"),
         ({"scheduler": {"type": "WarmupLR"}}, "use lr_decay_style"),
         ({"checkpoint_scale": "log"}, "extra_save_iters"),
+        ({"serve_model_weights": True}, "weights are read from checkpoints"),
+        ({"norm": "scalenorm"}, "norm: scalenorm is not supported; use layernorm or rmsnorm"),
+        ({"activation": "reglu"}, "activation: reglu is not supported; use geglu or swiglu"),
+        ({"init_method": "orthogonal"}, "init_method: orthogonal is not supported; use normal or scaled_normal"),
         ({"num_nodes": 2}, "not supported: use nodes"),
         ({"include": "node1"}, "set a hostfile"),
         ({"wandb_host": "https://example.org"}, "WANDB_BASE_URL"),
@@ -390,6 +395,14 @@ def test_layer_patterns_match_megatron(overrides, encodings, windows) -> None:
 def test_invalid_layer_patterns_are_rejected(overrides, problem) -> None:
     with pytest.raises(UserError, match=re.escape(problem)):
         load_config(["125M", "rotary"], overrides)
+
+
+def test_every_argument_of_gpt_neox_is_known():
+    lines = Path(__file__).with_name("neox_argument_names.txt").read_text().splitlines()[1:]
+    names = " ".join(lines).split()
+    own = {".".join(path) for path in list_config_keys()}
+    assert len(names) == 318
+    assert [name for name in names if name not in own and name not in neox_keys.RULES] == []
 
 
 def test_tables_are_consistent():
