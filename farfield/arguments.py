@@ -42,7 +42,9 @@ def report_argument_errors(function: Function) -> Function:
             text = "\n".join(_name_arguments(line, repr((arguments, named))) for line in str(error).splitlines())
             if text == str(error):
                 raise
-            raise type(error)(text) from error
+            renamed = type(error)(text)
+            renamed.__dict__.update(error.__dict__)
+            raise renamed from error
 
     return call  # type: ignore[return-value]
 

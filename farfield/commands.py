@@ -274,8 +274,8 @@ def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:
         | get_parent_variable(),  # the child ends whenever this process ends
         start_new_session=True,  # only this process receives Ctrl-C, and forwards it once
     )
+    assert child.stdout is not None
     try:
-        assert child.stdout is not None
         for line in child.stdout:
             lines.append(line)
             if not quiet and not line.startswith("error: "):  # raised below
@@ -283,5 +283,6 @@ def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:
         child.wait()
     finally:
         stop_child(child)
+        child.stdout.close()
     if child.returncode != 0:
         raise build_command_error(child.returncode, lines, f"{verb} ended with exit code {child.returncode}")

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,11 +72,16 @@ def load(
 
 
 class Model:
-    """A trained model in evaluation mode, returned by `load`."""
+    """A trained model in evaluation mode, returned by `load`. Several threads may use it; its passes run in turn."""
 
     def __init__(self, loaded: LoadedModel, tokenizer: Tokenizer, reading: dict[str, Any]) -> None:
         self._loaded, self._reading = loaded, reading
+        self._checkpoint = loaded.run.checkpoint.absolute()  # the current folder may change
+        self._lock = Lock()
         self.tokenizer = tokenizer
+
+    def __reduce__(self) -> Any:
+        raise UserError(f"a model cannot be copied or pickled; load it where it is used: {str(self._checkpoint)!r}")
 
     def __repr__(self) -> str:
         return (
@@ -165,7 +171,8 @@ class Model:
                 f"the text has {format_quantity(len(tokens), 'token')}; a window of {length:,} needs {length + 1:,}"
             )
         starts = np.arange(0, len(tokens) - length, num_scored, dtype=np.int64)
-        losses = compute_window_losses(self._loaded.model, tokens, starts, length, num_scored)
+        with self._lock:
+            losses = compute_window_losses(self._loaded.model, tokens, starts, length, num_scored)
         targets = starts[:, None] + np.arange(length - num_scored + 1, length + 1)
         return TokenLosses(length, tokens[targets], losses)
 
@@ -208,8 +215,9 @@ class Model:
         if not prompts:
             return []
         texts = [""] * len(prompts)
-        for completion, _ in generator.generate([generator.encode(each) for each in prompts]):
-            texts[completion.prompt_index] = completion.text
+        with self._lock:
+            for completion, _ in generator.generate([generator.encode(each) for each in prompts]):
+                texts[completion.prompt_index] = completion.text
         return texts[0] if isinstance(prompt, str) else texts
 
     @report_argument_errors
@@ -294,7 +302,8 @@ class Model:
             if layer in wanted:
                 found[layer] = _compute_maps(inputs)
 
-        run_forward(self._loaded.model, tokens, capture_layer)
+        with self._lock:
+            run_forward(self._loaded.model, tokens, capture_layer)
         return found
 
     @report_argument_errors
@@ -305,7 +314,7 @@ class Model:
         """
         from farfield.commands import analyze
 
-        return analyze([str(self._loaded.run.checkpoint)], output, **{**self._reading, **options})
+        return analyze([self._checkpoint], output, **{**self._reading, **options})
 
     def _to_tokens(self, text: str | bytes | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(text, str):

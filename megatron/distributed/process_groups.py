@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
+from threading import RLock
 from typing import Any, Literal
 
 import torch
@@ -252,9 +253,10 @@ def build_single_process_groups() -> ProcessGroups:
     Raises:
         RunError: this process shares layers with others.
     """
-    if not parallel_state.model_parallel_is_initialized():
-        with _replace_default_group(_get_single_process_group()):
-            _make_groups(ParallelSizes())
+    with _DEFAULT_GROUP_LOCK:
+        if not parallel_state.model_parallel_is_initialized():
+            with _replace_default_group(_get_single_process_group()):
+                _make_groups(ParallelSizes())
     if (existing := _get_existing_sizes()) != (alone := ParallelSizes(data=existing.data)):
         raise RunError(f"this process already belongs to another mesh: {existing}, not {alone}")
     return ProcessGroups()
@@ -281,21 +283,26 @@ def _has_single_process_groups() -> bool:
     return parallel_state.get_tensor_model_parallel_group() is _get_single_process_group()
 
 
+_DEFAULT_GROUP_LOCK = RLock()
+"""Lock of the thread that replaces torch's default group. Other threads wait until it has built its model."""
+
+
 @contextmanager
 def _replace_default_group(group: dist.ProcessGroup) -> Iterator[None]:
-    """Make a group torch's default group inside the context.
+    """Make a group torch's default group inside the context, in one thread at a time.
 
     `init_process_group` would also replace `sys.excepthook`, and could not be called again.
     """
-    world: Any = dist.distributed_c10d._world
-    previous = world.default_pg
-    world.default_pg = group
-    world.pg_group_ranks[group] = {0: 0}
-    try:
-        yield
-    finally:
-        world.default_pg = previous
-        world.pg_group_ranks.pop(group)
+    with _DEFAULT_GROUP_LOCK:
+        world: Any = dist.distributed_c10d._world
+        previous = world.default_pg
+        world.default_pg = group
+        world.pg_group_ranks[group] = {0: 0}
+        try:
+            yield
+        finally:
+            world.default_pg = previous
+            world.pg_group_ranks.pop(group)
 
 
 def _select_device(kind: str, local_rank: int) -> torch.device:

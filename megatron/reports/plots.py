@@ -201,7 +201,10 @@ class MetricFormatter(Formatter):
         self.metric = metric
 
     def __call__(self, value: float, position: int | None = None) -> str:
-        return self.metric.format_tick(value, self.locs)
+        return self.metric.format_tick(value, [value])
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        return [self.metric.format_tick(value, values) for value in values]
 
 
 def _draw_dense_curve(

@@ -56,6 +56,17 @@ def test_an_error_is_raised_and_not_printed_too(monkeypatch, capfd) -> None:
     assert capfd.readouterr() == ("reading\n", "")
 
 
+def test_the_output_of_a_command_is_closed(monkeypatch) -> None:
+    children = []
+    open_child = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **keys: children.append(open_child(*args, **keys)) or children[-1]
+    )
+    monkeypatch.setattr(commands, "COMMAND", ["-c", "print('done')"])
+    commands.run_command("prepare", quiet=True)
+    assert children[0].stdout.closed
+
+
 @pytest.fixture
 def commands_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run commands as forks of this process. The notebooks' corpus is prepared by a separate process."""

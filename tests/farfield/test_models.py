@@ -1,6 +1,11 @@
 """A run in a script, compared with plain PyTorch, the commands, and formulas."""
 
+import copy
 import math
+import pickle
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -219,6 +224,65 @@ def test_an_analysis_reads_as_the_model_was_loaded(
         "rope": "pi:2", "window": 5, "attention_temperature": None, "device": "cpu", "precision": "auto",
         "only": ["kernels"],
     }  # fmt: skip
+
+
+def test_a_model_survives_a_change_of_the_current_folder(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(corpus, tmp_path, pos_emb="rotary")
+    monkeypatch.chdir(tmp_path)
+    model = farfield.load("run", device="cpu")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    page = model.analyze("page", lengths=[8])
+    assert page.resolve() == tmp_path / "elsewhere" / "page" / "analysis.html"
+
+
+def run_in_threads(*tasks: Callable[[], None]) -> None:
+    """Run functions at the same time, switching between them often; raise the first error."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(len(tasks)) as pool:
+            for future in [pool.submit(task) for task in tasks]:
+                future.result()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_models_load_in_several_threads(model: farfield.Model) -> None:
+    """Layers find torch's default group in a global variable while they are built."""
+    expected = model.score(TEXT).perplexity
+
+    def load_repeatedly() -> None:
+        for _ in range(3):
+            assert farfield.load(model._checkpoint, device="cpu").score(TEXT).perplexity == expected
+
+    run_in_threads(*[load_repeatedly] * 3)
+
+
+def test_threads_share_a_model(model: farfield.Model) -> None:
+    """Maps are captured by a hook in the layers, which would also see the passes of another thread."""
+    maps, losses = model.attention_maps(TEXT[:14]), model.score(TEXT)
+
+    def read_maps() -> None:
+        for _ in range(5):
+            for layer, own in model.attention_maps(TEXT[:14]).items():
+                np.testing.assert_array_equal(own.weights, maps[layer].weights)
+
+    def read_losses() -> None:
+        for _ in range(5):
+            np.testing.assert_array_equal(model.score(TEXT).values, losses.values)
+
+    run_in_threads(read_maps, read_losses, read_maps)
+
+
+def test_a_model_is_loaded_and_not_copied(model: farfield.Model) -> None:
+    for copy_model in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(farfield.UserError, match="a model cannot be copied or pickled; load it where it is used: "):
+            copy_model(model)
+    losses = model.score(TEXT)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(losses)).values, losses.values)
 
 
 def test_bias_from_layer_input_is_not_a_table(corpus: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Contents of the curves, read from matplotlib's objects, and validity of the PNG."""
 
 import struct
+import warnings
 import zlib
 from itertools import pairwise
 
@@ -41,6 +42,17 @@ def test_png_is_whole_and_large_enough_to_read(story: list[Record]) -> None:
         pixels += body if kind == b"IDAT" else b""
         at += 12 + size
     assert len(set(zlib.decompress(pixels))) > 20  # more than one color
+
+
+def test_plots_use_nothing_that_matplotlib_will_remove(story: list[Record]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plots.render_plots_png(build_comparison_tables(story))
+
+
+def test_ticks_have_as_many_decimals_as_they_need(story: list[Record]) -> None:
+    formatter = axes_of(story).yaxis.get_major_formatter()
+    assert formatter.format_ticks([5.0, 7.5, 10.0]) == ["5.0", "7.5", "10.0"]
 
 
 def test_curves_are_the_records(story: list[Record]) -> None:
