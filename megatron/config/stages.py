@@ -148,6 +148,16 @@ def find_stage_problems(config: Config) -> Iterator[str]:
         yield from (f"{name}: {problem}" for problem in problems)
         if problems:
             return
+    last = entries[-1].get(UNTIL)
+    if problem := describe_late_end(config, None if last is None else int(last)):
+        yield problem
+
+
+def describe_late_end(config: Config, last: int | None) -> str | None:
+    """Describe a `train_iters` beyond the end of the last stage, a step, or return None."""
+    if last is None or config.training.train_iters <= last:
+        return None
+    return f"stages: the last stage ends at step {last}, but train_iters is {config.training.train_iters}; remove one"
 
 
 def _find_end_problems(entry: Mapping[str, Any], last_end: dict[str, float], *, is_last: bool) -> Iterator[str]:

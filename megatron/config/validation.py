@@ -150,10 +150,15 @@ def _validate_option_types(position: PositionOptions) -> Iterator[ConfigProblem]
 
 
 def _validate_embeddings(position: PositionOptions) -> Iterator[ConfigProblem]:
-    """Reject encodings that add to the token embeddings if layers have different encodings."""
-    for name in position.encodings if len(position.encodings) > 1 else ():
-        if "embed" in _read_hooks(name):
+    """Reject encodings that add to the token embeddings if layers have different encodings or parameters."""
+    for name in position.encodings:
+        if "embed" not in _read_hooks(name):
+            continue
+        if len(position.encodings) > 1:
             yield "pos_emb", f"pos_emb: {name} adds to the token embeddings and cannot be used in a pattern of layers"
+        elif position.pos_emb_per_layer:
+            reason = f"{name} adds to the token embeddings, which are not per layer"
+            yield "pos_emb_per_layer", f"pos_emb_per_layer: true, but {reason}"
 
 
 def _read_hooks(name: str) -> frozenset[str]:

@@ -150,12 +150,17 @@ def test_configuration_is_frozen():
     "change",
     [
         "hidden_size=27", "num_layers=3", "norm=rmsnorm", "no_weight_tying=true", "pos_emb=rotary", "pos_emb=alibi",
-        "pos_emb_options.std=0.5", "pos_emb_per_layer=true", "score_processor=dape", "gpt_j_residual=true",
+        "pos_emb_options.std=0.5", "score_processor=dape", "gpt_j_residual=true",
         "make_vocab_size_divisible_by=64", "layernorm_epsilon=1e-6", "intermediate_size=50",
     ],
 )  # fmt: skip
 def test_architecture_depends_on_keys_that_determine_the_function(change):
     assert small(change).get_architecture_keys() != small().get_architecture_keys()
+
+
+def test_architecture_depends_on_whose_parameters_the_encoding_has():
+    per_layer, shared = (small("pos_emb=t5", f"pos_emb_per_layer={value}") for value in ("true", "false"))
+    assert per_layer.get_architecture_keys() != shared.get_architecture_keys()
 
 
 @pytest.mark.parametrize(

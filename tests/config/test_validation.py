@@ -63,6 +63,11 @@ def problem(*overrides: str) -> str:
         (["vocab_file=v"], "vocab_file is given without tokenizer_type"),
         (["merge_file=m"], "merge_file is given without tokenizer_type"),
         (["pos_emb=alibi", "randomized_positions=16"], "randomized_positions 16 is less than seq_length 17"),
+        (["pos_emb=learned", "pos_emb_per_layer=true"], "learned adds to the token embeddings, which are not per"),
+        (
+            ["stages=[{until: 3}, {until: 4}]", "train_iters=5"],
+            "command line: stages: the last stage ends at step 4, but train_iters is 5; remove one",
+        ),
         (["finetune=true"], "finetune: true needs load"),
         (["rollback=true"], "command line: rollback: true needs load"),
         (["rollback=true", "finetune=true", "load=runs/a"], "finetune: true starts a new one; remove one of them"),
