@@ -18,7 +18,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from megatron.options.section import CommaSeparated, ConfigSection
-from megatron.utils.errors import UserError, escape_control_characters
+from megatron.utils.errors import UserError, escape_control_characters, shorten_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -207,10 +207,12 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         is_open = text.endswith("=") and index + 1 < len(arguments) and not _is_config_or_pair(arguments[index + 1])
         before = arguments[index - 1] if index else None
         if text.startswith("=") and (before is None or before.endswith(".yml") or _is_config_or_pair(before)):
-            raise UserError(f"{text}: there is no key before the equals sign; write KEY=VALUE, such as train_iters=3")
+            given = shorten_text(text)
+            raise UserError(f"{given}: there is no key before the equals sign; write KEY=VALUE, such as train_iters=3")
         if is_open or text.startswith("="):
             words = arguments[max(0, index - text.startswith("=")) : index + 1 + (is_open or text == "=")]
-            raise UserError(f"{' '.join(words)}: write key=value without spaces: {''.join(words)}")
+            given, joined = shorten_text(" ".join(words)), shorten_text("".join(words))
+            raise UserError(f"{given}: write key=value without spaces: {joined}")
     pairs = [text for text in arguments if "=" in text and not os.path.isfile(text)]
     return [text for text in arguments if text not in pairs], pairs
 

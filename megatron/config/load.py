@@ -43,7 +43,7 @@ from megatron.options.model import GATED_ACTIVATIONS, MAX_SIZE, ModelOptions, ge
 from megatron.options.optimizer import SCHEDULE_KEYS
 from megatron.position.catalog import list_encodings
 from megatron.utils.atomic_io import LOCK, is_lock_held
-from megatron.utils.errors import UserError, check_reachable, join_problems, quote_text
+from megatron.utils.errors import UserError, check_reachable, join_problems, quote_text, shorten_text
 from megatron.utils.formatting import suggest_names
 from megatron.utils.project import SHIPPED_CONFIGS
 
@@ -130,9 +130,10 @@ def split_override(text: str) -> tuple[str, Any]:
     name = name.strip().removeprefix("--")
     if not equals or not name:
         raise UserError(f"command line: {quote_text(text)} is not key=value")
+    shown = shorten_text(name)
     if not value.strip():
-        raise UserError(f"command line: {name} is empty; write {name}=VALUE, or {name}=null to unset it")
-    return name, parse_scalar(value, f"command line: {name}")
+        raise UserError(f"command line: {shown} is empty; write {shown}=VALUE, or {shown}=null to unset it")
+    return name, parse_scalar(value, f"command line: {shown}")
 
 
 def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike[str]] | None = None) -> Path:
@@ -142,6 +143,7 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
         UserError: no file has the name (the message suggests similar ones), or files in several subfolders have it.
     """
     text = os.fspath(name)
+    shown = shorten_text(text, 500)
     direct_paths = [Path(text + suffix) for suffix in CONFIG_SUFFIXES]
     folders = [_resolve_config_folder(folder) for folder in search] if search is not None else _list_config_folders()
     in_folders = [path for folder in folders for path in (folder / (text + suffix) for suffix in CONFIG_SUFFIXES)]
@@ -151,21 +153,21 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
     for folder in folders:
         matches = sorted(path for path in folder.rglob("*") if path.is_file() and _has_name(path, text))
         if len(matches) > 1:
-            raise UserError(f"{text}: several files have this name: {', '.join(map(str, matches))}; give the path")
+            raise UserError(f"{shown}: several files have this name: {', '.join(map(str, matches))}; give the path")
         if matches:
             return matches[0]
     if Path(text).exists() and not Path(text).is_dir():
-        raise UserError(f"{text}: is a pipe or a device; it must be a file")
+        raise UserError(f"{shown}: is a pipe or a device; it must be a file")
     if Path(text).is_dir():
-        raise UserError(f"{text}: is a folder; give a configuration file in it, or search it with -d {text}")
+        raise UserError(f"{shown}: is a folder; give a configuration file in it, or search it with -d {shown}")
     check_reachable(text)
     run = Path(text).parent
     if Path(text).name == CONFIG_FILE and is_lock_held(run / LOCK):
         raise UserError(
-            f"{text}: not written yet: a run is starting in {run}; wait until it has started, or choose another folder"
+            f"{shown}: not written yet: a run is starting in {run}; wait until it has started, or choose another folder"
         )
     hint = _suggest_config(Path(text).stem, {path.stem for folder in folders for path in folder.rglob("*.y*ml")})
-    raise UserError(f"{text}: no such configuration file, here or in {', '.join(map(str, folders))}{hint}")
+    raise UserError(f"{shown}: no such configuration file, here or in {', '.join(map(str, folders))}{hint}")
 
 
 def _suggest_config(stem: str, config_names: set[str]) -> str:

@@ -34,8 +34,9 @@ from ruamel.yaml.resolver import VersionedResolver
 from megatron.utils.errors import UserError, quote_text, shorten_text
 
 ALLOWED_TAGS = re.compile(r"[\w./]([\w./+=, -]*[\w./+=-])?", re.ASCII)
-MERGE_TAG = "tag:yaml.org,2002:merge"
-TEXT_TAG = "tag:yaml.org,2002:str"
+YAML_TAGS = "tag:yaml.org,2002:"
+MERGE_TAG = f"{YAML_TAGS}merge"
+TEXT_TAG = f"{YAML_TAGS}str"
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
@@ -94,7 +95,7 @@ class _TextDates(VersionedResolver):
 
 
 def _create_loader(source: str, *, has_lines: bool = True) -> YAML:
-    """Create a loader that rejects too many or too deeply nested values.
+    """Create a loader that rejects tags, and too many or too deeply nested values.
 
     source: name of the file in messages; has_lines: add the line.
     """
@@ -115,7 +116,7 @@ class _OpenCollection:
 
 
 class _BoundedParser(Parser):
-    """Parser that rejects too many or too deeply nested values before they are constructed."""
+    """Parser that rejects tags, and too many or too deeply nested values, before they are constructed."""
 
     def __init__(self, loader: YAML, source: str, has_lines: bool) -> None:
         super().__init__(loader)
@@ -126,6 +127,9 @@ class _BoundedParser(Parser):
 
     def get_event(self) -> Any:
         event = super().get_event()
+        if (tag := getattr(event, "tag", None)) is not None:
+            tag = quote_text(str(tag).replace(YAML_TAGS, "!!"))
+            raise self._build_error(event, f"tag {tag} is not allowed; only plain values are read")
         if isinstance(event, AliasEvent):
             if any(event.anchor == each.anchor for each in self.opened):
                 raise self._build_error(event, f"alias *{event.anchor} is inside its own anchor; remove it")
@@ -171,8 +175,6 @@ def _format_yaml_error(source: str, error: YAMLError) -> UserError:
         return UserError(f"{where}: key {quote_text(name)} is given twice; remove one of the two")
     if "'\\t'" in problem:
         problem = "a tab is used instead of spaces"
-    elif "determine a constructor for the tag" in problem:
-        problem = f"tag {problem.split(chr(39))[1]!r} is not allowed; only plain values are read"
     elif "expected a single document" in f"{error.context} {problem}":
         problem = "a second document starts here ('---'); a configuration is one document"
     elif error.context_mark and error.context_mark.line != mark.line:
@@ -195,52 +197,54 @@ def _locate_bad_scalar(node: Node | None, source: str) -> str:
     return source
 
 
-def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str) -> None:
-    """Collect the line of every key.
-
-    Raises UserError for a key that is not a string, because the values no longer have its spelling.
-    """
+def _collect_lines(node: Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
+    """Collect the line of every key."""
     if not isinstance(node, MappingNode):
         return
     for key_node, value_node in node.value:
         if key_node.tag == MERGE_TAG:  # `<<: *anchor`: keys keep the lines of the anchor
             mappings = [value_node] if isinstance(value_node, MappingNode) else value_node.value
             for mapping in mappings:
-                _collect_lines(mapping, path, lines, source)
+                _collect_lines(mapping, path, lines)
             continue
         key_path = (*path, str(key_node.value))
-        if isinstance(key_node, ScalarNode) and str(key_node.tag) != TEXT_TAG:
-            where = f"{source}:{key_node.start_mark.line + 1}"
-            raise UserError(f"{where}: key {shorten_text(str(key_node.value))} is not a string; put it in quotes")
         lines[key_path] = key_node.start_mark.line + 1
-        _collect_lines(value_node, key_path, lines, source)
+        _collect_lines(value_node, key_path, lines)
 
 
-def _check_plain_value(
+def _check_keys(node: Node | None, source: str, *, has_lines: bool = True) -> None:
+    """Raise UserError for a key that is not a string, before values are constructed and lose its spelling and line."""
+    if isinstance(node, SequenceNode):
+        for item in node.value:
+            _check_keys(item, source, has_lines=has_lines)
+    elif isinstance(node, MappingNode):
+        for key, value in node.value:
+            where = f"{source}:{key.start_mark.line + 1}" if has_lines else source
+            if not isinstance(key, ScalarNode):
+                kind = "list" if isinstance(key, SequenceNode) else "mapping"
+                raise UserError(f"{where}: a key is a {kind}; it must be a string")
+            if key.tag not in (TEXT_TAG, MERGE_TAG):
+                raise UserError(f"{where}: key {shorten_text(key.value)} is not a string; put it in quotes")
+            _check_keys(value, source, has_lines=has_lines)
+
+
+def _check_characters(
     value: Any, source: str, line: int, lines: dict[tuple[str, ...], int], path: tuple[str, ...]
 ) -> None:
-    """Reject values that JSON cannot represent, and null characters.
-
-    The former are dates, sets and binary data from tags, and keys that are not strings. Paths and environment variables
-    cannot contain null characters. `line` is 0 on the command line.
-    """
+    """Reject null characters, which paths and environment variables cannot contain. `line` is 0 on the command line."""
     line = lines.get(path, line)
     where = f"{source}:{line}" if line else source
     name = ".".join(path) or "value"
     if isinstance(value, dict):
         for key, item in value.items():
-            if not isinstance(key, str):
-                raise UserError(f"{where}: key {shorten_text(repr(key))} is not a string; put it in quotes")
             if "\0" in key:
                 raise UserError(f"{where}: key {quote_text(key)} contains a null character; remove it")
-            _check_plain_value(item, source, line, lines, (*path, key))
+            _check_characters(item, source, line, lines, (*path, key))
     elif isinstance(value, list):
         for inner in value:
-            _check_plain_value(inner, source, line, lines, path)
+            _check_characters(inner, source, line, lines, path)
     elif isinstance(value, str) and "\0" in value:
         raise UserError(f"{where}: {name} is {quote_text(value)}; a string cannot contain a null character")
-    elif value is not None and not isinstance(value, bool | int | float | str):
-        raise UserError(f"{where}: {name} is {format_value(value)}; put it in quotes if it is meant as a string")
 
 
 def read_text(path: Path) -> str:
@@ -268,6 +272,7 @@ def _parse_with_lines(text: str, source: str) -> YamlDocument:
     try:
         loader = _create_loader(source)
         node = loader.compose(io.StringIO(text))
+        _check_keys(node, source)
         values = None if node is None else loader.constructor.construct_document(node)
     except YAMLError as error:
         raise _format_yaml_error(source, error) from error
@@ -280,8 +285,8 @@ def _parse_with_lines(text: str, source: str) -> YamlDocument:
         kind = {list: "a list"}.get(type(values), "a single value")
         raise UserError(f"{source}: contains {kind}; it must be a mapping of keys to values")
     lines: dict[tuple[str, ...], int] = {}
-    _collect_lines(node, (), lines, source)
-    _check_plain_value(values, source, 1, lines, ())
+    _collect_lines(node, (), lines)
+    _check_characters(values, source, 1, lines, ())
     return YamlDocument(source, values, lines)
 
 
@@ -302,8 +307,9 @@ def parse_scalar(text: str, source: str) -> Any:
     try:
         loader = _create_loader(source, has_lines=False)
         node = loader.compose(io.StringIO(text))
+        _check_keys(node, source, has_lines=False)
         value = None if node is None else loader.constructor.construct_document(node)
-        _check_plain_value(value, source, 0, {}, ())
+        _check_characters(value, source, 0, {}, ())
     except DuplicateKeyError as error:
         raise UserError(f"{source}: {quote_text(text)} gives a key twice; remove one of the two") from error
     except (YAMLError, ValueError) as error:

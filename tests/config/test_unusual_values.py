@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from megatron.cli.arguments import split_arguments
 from megatron.config.load import load_config
 from megatron.config.schema import list_config_keys
 from megatron.options.optimizer import OptimizerParams
@@ -37,7 +38,7 @@ def list_messages(overrides: list[str]) -> list[str]:
         f"[{', '.join(['x' * 100] * 20)}]",
         f"{{{', '.join(f'{i}{chr(107) * 100}: 1' for i in range(20))}}}",
         f"{{{'k' * 3000}: 1}}",
-        "!!omap [a: 1]",
+        "!!bool x",
     ],
 )
 def test_messages_about_unusual_values_are_short_and_printable(value):
@@ -54,6 +55,16 @@ def test_messages_about_unusual_keys_are_short_and_printable(name):
     for line in list_messages([f"{name}=1"]):
         assert line.isprintable(), repr(line)
         assert len(line) <= MAX_LENGTH, line
+
+
+@pytest.mark.parametrize(
+    "words", [["a\nb"], ["\x1b[31m.yml"], ["x" * 250], ["a\n="], ["=\n", "b"], ["a\n=", "b"], ["a\n=&"]], ids=repr
+)
+def test_messages_about_unusual_arguments_are_one_line(words):
+    with pytest.raises(UserError) as caught:
+        load_config(*split_arguments(words))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= MAX_LENGTH
 
 
 def test_an_error_lists_a_limited_number_of_problems():
