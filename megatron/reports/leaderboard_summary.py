@@ -1,6 +1,5 @@
 """Summary of a leaderboard: sentences that answer three questions, and a scatter plot of cost and perplexity."""
 
-import io
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -313,6 +312,8 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
+    from megatron.reports.plots import save_figure
+
     points = list_cost_points(board)
     if not points:
         raise ValueError("no costs to plot")
@@ -340,9 +341,7 @@ def render_cost_png(board: LeaderboardReport, *, narrow: bool = False) -> bytes:
     axes.grid(color="0.92", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     annotate_points(axes, {name: by_name[name] for name in named}, font_size=6 if narrow else 7)
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    return content.getvalue()
+    return save_figure(figure)
 
 
 def clamp_to_axes(point: tuple[float, float], ends: tuple[float, float]) -> tuple[tuple[float, float], str]:

@@ -4,7 +4,6 @@ A figure has the exact width, so that a document includes it without scaling and
 document's. It has no title, because the caption in the document describes it.
 """
 
-import io
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,7 +15,7 @@ from matplotlib.figure import Figure, SubFigure
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables, select_curve_tables
 from megatron.reports.context_gain import build_gain_tables
 from megatron.reports.depth_maps import DepthMap, split_depth_maps
-from megatron.reports.plots import PlotStyle, draw_depth_maps, draw_panel, wrap_name
+from megatron.reports.plots import PlotStyle, draw_depth_maps, draw_panel, save_figure, wrap_name
 from megatron.reports.records import Record
 from megatron.reports.run_records import RunFailure
 from megatron.utils.errors import UserError
@@ -65,10 +64,8 @@ def render_paper_figure(
     """
     with use_font_size(font_size):
         figure = build_paper_figure(panel, width, font_size)
-        content = io.BytesIO()
         date_key = "CreationDate" if file_format == ".pdf" else "Date"
-        figure.savefig(content, format=file_format[1:], metadata={"Creator": CREATOR, date_key: None})
-    return content.getvalue()
+        return save_figure(figure, file_format[1:], {"Creator": CREATOR, date_key: None})
 
 
 def use_font_size(font_size: float) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ and bars, because intervals on the same text overlap.
 
 import io
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -117,8 +118,15 @@ def render_plots_png(all_tables: Sequence[ComparisonTable], *, narrow: bool = Fa
         panels = [figure.add_subplot(len(tables), 1, row) for row in range(1, len(tables) + 1)]
     for panel, table in zip(panels, tables, strict=True):
         draw_panel(panel, table, style)
+    return save_figure(figure)
+
+
+def save_figure(figure: Figure, file_format: str = "png", metadata: dict[str, Any] | None = None) -> bytes:
+    """Render a figure as the content of a file, without a warning for each character that no font here has."""
     content = io.BytesIO()
-    figure.savefig(content, format="png")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        figure.savefig(content, format=file_format, metadata=metadata)
     return content.getvalue()
 
 

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from megatron.reports import plots
 from megatron.reports.comparison_table import build_comparison_tables
+from megatron.reports.paper_figure import render_paper_figure
 from megatron.reports.records import Record
 from megatron.utils.errors import UserError
 
@@ -53,6 +54,15 @@ def test_plots_use_nothing_that_matplotlib_will_remove(story: list[Record]) -> N
 def test_ticks_have_as_many_decimals_as_they_need(story: list[Record]) -> None:
     formatter = axes_of(story).yaxis.get_major_formatter()
     assert formatter.format_ticks([5.0, 7.5, 10.0]) == ["5.0", "7.5", "10.0"]
+
+
+def test_names_in_scripts_without_a_font_cause_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    method = "\u65e5\u672c \U000131a3"  # no machine has a font of all these for matplotlib's default family
+    tables = build_comparison_tables([record(method, 64, 8.0), record(method, 128, 8.0)])
+    assert plots.render_plots_png(tables)
+    for file_format in (".pdf", ".svg"):
+        assert render_paper_figure(tables[0], file_format, width=3.25, font_size=8)
+    assert not [str(warning.message) for warning in recwarn]
 
 
 def test_curves_are_the_records(story: list[Record]) -> None:

@@ -1,6 +1,5 @@
 """Drawing functions shared by analyses: sizes, panels, colors, and scales, in the style of the reports."""
 
-import io
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
@@ -10,6 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+
+from megatron.reports.plots import save_figure
 
 REFERENCE_COLOR = "0.45"
 EMPTY_COLOR = "0.93"
@@ -43,9 +44,7 @@ def create_panels(
 
 
 def save_png(figure: Figure) -> bytes:
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    return content.getvalue()
+    return save_figure(figure)
 
 
 def add_titles(axes: Axes, title: str, x_label: str = "", y_label: str = "", wrap: int | None = None) -> None:
