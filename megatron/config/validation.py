@@ -64,7 +64,7 @@ def describe_unknown_method(key: str, name: str, methods: list[str]) -> Iterator
         return
     match method_names.find_method(name):
         case (other_key, own_name) if other_key == key:
-            yield key, f"{key}: no method is called {name!r}; it is {own_name!r} here"
+            yield key, f"{key}: no method is called {name!r}; Farfield calls it {own_name}"
         case (other_key, own_name):
             yield key, f"{key}: {name!r} is a value of another key, {other_key}: {other_key}={own_name}"
         case None if (overlay := name.replace("-", "_")) in method_names.list_overlays():

@@ -79,7 +79,7 @@ from megatron.utils.signals import StoppedBySignal, acknowledge_signals
 
 # Modules that need torch or matplotlib are imported where used, so that mistakes in the file are reported at once.
 
-STOPPING_MESSAGE = "stopping once the running trainings have saved; repeat to stop immediately"
+STOPPING_MESSAGE = "stopping; running trainings save first; repeat to stop immediately"
 RESUME_HINT = "run the same command to resume"
 LOCKED_MESSAGE = "a sweep is running in this folder; wait until it ends, or choose another folder"
 RETRY_DIVERGED_HINT = "use --retry-failed to retrain diverged runs"

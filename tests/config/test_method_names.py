@@ -56,9 +56,9 @@ SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=2", "seq_length=
 @pytest.mark.parametrize(("name", "key", "ours"), FIELD)
 def test_common_names_are_resolved(name, key, ours):
     assert method_names.find_method(name) == (key, ours)
-    with pytest.raises(UserError, match=rf"{key}: no method is called '{name}'; it is '{ours}' here$"):
+    with pytest.raises(UserError, match=rf"{key}: no method is called '{name}'; Farfield calls it {ours}$"):
         load_config([], [*SHAPE, f"{key}={name}"])
-    with pytest.raises(UserError, match=rf"^{name}: no such configuration file, .*; '{name}' is '{ours}' here$"):
+    with pytest.raises(UserError, match=rf"^{name}: no such configuration file, .*; Farfield calls it {ours}$"):
         load_config([name])
     if name.islower():
         assert f"{key}: {ours}" in [row[0] for row in reference.find_keys(name)]

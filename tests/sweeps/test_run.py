@@ -211,7 +211,7 @@ def test_a_stopped_sweep_prints_how_to_resume(trainer: Trainer, monkeypatch: pyt
         with convert_signals_to_exceptions(), pytest.raises(ending):
             run()
         assert output[-2:] == [
-            "stopping once the running trainings have saved; repeat to stop immediately",
+            "stopping; running trainings save first; repeat to stop immediately",
             "stopped; run the same command to resume",
         ]
         output.clear()
