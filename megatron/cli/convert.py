@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -249,6 +250,17 @@ def _print_note(console: Console, line: str) -> None:
     console.print(escape(f"note: {line}"), highlight=False, soft_wrap=True)
 
 
+def _format_list_item(path: Path) -> str:
+    """Return a path as an item of a YAML list: in quotes if YAML would not read it as one string, as with commas."""
+    from megatron.config.yaml_files import parse_scalar
+
+    try:
+        is_plain = parse_scalar(f"[{path}]", "path") == [str(path)]
+    except UserError:
+        is_plain = False
+    return str(path) if is_plain else json.dumps(str(path), ensure_ascii=False)
+
+
 def _print_summary(console: Console, corpus: CorpusInfo) -> None:
     from rich.markup import escape
     from rich.table import Table
@@ -270,12 +282,16 @@ def _print_summary(console: Console, corpus: CorpusInfo) -> None:
     for note in corpus.notes:
         _print_note(console, note)
     keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}
-    paths = [f"{keys[split]}=[{corpus.get_dataset_prefix(split)}]" for split in corpus.splits if split in keys]
+    paths = [
+        f"{keys[split]}=[{_format_list_item(corpus.get_dataset_prefix(split))}]"
+        for split in corpus.splits
+        if split in keys
+    ]
     if not paths:
         from megatron.data.blend import compute_sequence_range
 
         (split, size), *_ = corpus.splits.items()
-        paths = [f"data_path={corpus.get_dataset_prefix(split)}"]
+        paths = [f"data_path={_format_list_item(corpus.get_dataset_prefix(split))}"]
         default = DataOptions.model_fields["split"].default
         ranges = (compute_sequence_range(default, part, size.documents) for part in SPLITS)
         if any(taken is None or taken[0] == taken[1] for taken in ranges):

@@ -73,8 +73,15 @@ def check_writable(key: str, folder: Path, advice: str = NAME_ANOTHER) -> None:
 
 
 def check_new_folder(key: str, folder: Path) -> None:
-    """Check that a folder can be created, or replaced, by `atomic_directory`. For errors see `check_writable`."""
+    """Check that a folder can be created, or replaced, by `atomic_directory`. For errors see `check_writable`.
+
+    Also raises UserError if `..` follows a folder that does not exist: `atomic_directory` writes to the resolved path,
+    and the system does not find the folder by the given one.
+    """
     with _name_path(key, folder, NAME_ANOTHER):
+        for missing in (part.parent for part in (folder, *folder.parents) if part.name == ".."):
+            if not missing.exists():
+                raise UserError(f"{key} is {folder}, but {missing} does not exist; leave out {missing}/..")
         check_no_file_in_path(key, folder)
         _create_temporary_file(folder.resolve().parent)
 

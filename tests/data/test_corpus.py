@@ -1,7 +1,9 @@
 import importlib
+import io
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,7 +16,10 @@ import pytest
 import tokenizers as hf
 from corpora import prepare
 from full_disk import full_disk
+from rich.console import Console
 
+from megatron.cli.convert import _print_summary
+from megatron.config.yaml_files import parse_scalar
 from megatron.data.corpus import documents as documents_module
 from megatron.data.corpus import prepare as prepare_module
 from megatron.data.corpus import sources as sources_module
@@ -117,7 +122,7 @@ def test_a_trained_tokenizer_sees_training_documents_only(tmp_path):
     assert unseen != vocabulary
     small = prepare([str(path)], tmp_path / "c", tokenizer="bpe", vocab_size=5000, split=None)
     assert small.vocab_size < 5000
-    assert small.notes == [f"the text yielded {small.vocab_size} tokens; 5000 were requested"]
+    assert small.notes == [f"the text yielded a vocabulary of {small.vocab_size:,} tokens; 5,000 were requested"]
 
 
 def test_large_vocabularies_are_stored_as_int32(texts, tmp_path, reader):
@@ -334,6 +339,41 @@ def test_a_text_of_white_space_is_no_text(tmp_path, split):
         prepare([str(tmp_path / "blank.txt")], tmp_path / "out", split=split)
 
 
+def test_the_parent_of_a_missing_folder_is_rejected_before_anything_is_written(texts, tmp_path):
+    for output in (tmp_path / "none" / ".." / "out", tmp_path / "none" / ".." / "deeper" / "out"):
+        with pytest.raises(UserError, match=r"^--output is .*/\.\./.*, but .*/none does not exist; leave out"):
+            prepare([str(texts)], output)
+    assert not list(tmp_path.glob("*out*"))
+    assert not (tmp_path / "deeper").exists()
+    (tmp_path / "here").mkdir()
+    assert prepare([str(texts)], tmp_path / "here" / ".." / "out").splits
+
+
+def test_the_printed_keys_load_the_corpus_whatever_its_folder_is_called(texts, tmp_path):
+    keys = {"train": "train_data_paths", "valid": "valid_data_paths", "test": "test_data_paths"}
+    names = ("plain", "a b", "a, b", "x [1]", "it's #1: {q}", "new\nline", "$HOME", "~x", 'a"b', "日本", "a #b", "end ")
+    for number, name in enumerate(names):
+        for split in (None, (0.8, 0.1, 0.1)):
+            output = io.StringIO()
+            corpus = prepare([str(texts)], tmp_path / f"{number}{split is None}" / name, split=split)
+            _print_summary(Console(file=output, width=80), corpus)
+            words = shlex.split(output.getvalue().partition("train on it with ")[2])
+            given = dict(word.split("=", 1) for word in words)
+            if split is None:
+                assert parse_scalar(given["data_path"], "") == str(corpus.get_dataset_prefix("all"))
+            else:
+                for part, key in keys.items():
+                    assert parse_scalar(given[key], "") == [str(corpus.get_dataset_prefix(part))]
+
+
+def test_fewer_tokens_than_requested_are_noted(many, tmp_path):
+    whole = prepare([str(many)], tmp_path / "whole")
+    num_tokens = sum(size.tokens for size in whole.splits.values())
+    assert not prepare([str(many)], tmp_path / "enough", tokens=num_tokens).notes
+    short = prepare([str(many)], tmp_path / "short", tokens=num_tokens + 1)
+    assert short.notes == [f"the text yielded {num_tokens:,} tokens; {num_tokens + 1:,} were requested"]
+
+
 def test_corpora_without_text_are_rejected(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
@@ -344,6 +384,10 @@ def test_corpora_without_text_are_rejected(tmp_path):
     (folder / "0.txt").write_text("something")
     with pytest.raises(UserError, match=r"split: no text left for .*: only 1 document is not empty; --split none"):
         prepare([str(folder)], tmp_path / "out")
+    (tmp_path / "empty.jsonl").write_text("")
+    for tokenizer in ({}, {"tokenizer": "bpe", "vocab_size": 300}):
+        with pytest.raises(UserError, match=r"empty\.jsonl: no text found$"):
+            prepare([str(tmp_path / "empty.jsonl")], tmp_path / "out", **tokenizer)
     (tmp_path / "two.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
     with pytest.raises(UserError, match="2 documents cannot be divided into 3 splits"):
         prepare([str(tmp_path / "two.jsonl")], tmp_path / "out")

@@ -161,7 +161,12 @@ def check_fractions(fractions: Sequence[float]) -> tuple[float, ...]:
 
 
 def compute_split_counts(num_documents: int, fractions: Sequence[float]) -> list[int]:
-    """Return document counts per split by largest remainder; every nonzero fraction gets at least one document."""
+    """Return document counts per split by largest remainder; every nonzero fraction gets at least one document.
+
+    Without documents all counts are 0. Raises UserError if there are fewer documents than nonzero fractions.
+    """
+    if num_documents == 0:
+        return [0] * len(fractions)
     num_splits = sum(fraction > 0 for fraction in fractions)
     if num_documents < num_splits:
         raise UserError(

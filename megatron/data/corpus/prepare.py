@@ -151,7 +151,9 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) 
         tokenizer.copy_files(folder)
     notes = []
     if options.vocab_size is not None and tokenizer.vocab_size < options.vocab_size:
-        notes.append(f"the text yielded {tokenizer.vocab_size} tokens; {options.vocab_size} were requested")
+        notes.append(
+            f"the text yielded a vocabulary of {tokenizer.vocab_size:,} tokens; {options.vocab_size:,} were requested"
+        )
     split_names = _list_split_names(recipe.split_fractions)
     documents.report_progress(IMPORTING, 0)  # by the writer of datasets
     writer = CorpusWriter(
@@ -166,6 +168,9 @@ def _write_corpus(recipe: CorpusRecipe, folder: Path, progress: CorpusProgress) 
         notes.append(f"{len(writer.skipped)} Python files skipped because Python cannot decode them: {examples}")
     if writer.bad.count:
         notes.append(writer.bad.describe())
+    num_tokens = sum(counts.tokens for counts in writer.split_counts.values())
+    if options.tokens is not None and num_tokens < options.tokens:
+        notes.append(f"the text yielded {num_tokens:,} tokens; {options.tokens:,} were requested")
     metadata = CorpusMetadata(
         farfield=get_farfield_version(),
         sources=list(options.sources),
