@@ -180,7 +180,7 @@ def describe_branch(config: Config, source: StoredCheckpoint) -> str:
         )
     changes = [f"{key} {old} → {new}" for key, old, new in _list_changes(config, source.config, "schedule", "numerics")]
     changed = f" with {', '.join(changes)}" if changes else ", with nothing changed"
-    return f"branches from {source.path} at step {source.trainer_state.step}{changed}"
+    return f"branching from {source.path} at step {source.trainer_state.step}{changed}"
 
 
 def _list_safe_classes() -> list[Any]:

@@ -45,7 +45,7 @@ def check_task_names(names: Iterable[str], include_path: str | None, key: str) -
         declared.update(found.decode() for found in DECLARED_NAME.findall(text))
     if wanted and declared:
         name = next(iter(wanted))
-        hint = suggest_names(name, sorted(declared), max_suggestions=3) or "lm_eval ls tasks lists them"
+        hint = suggest_names(name, sorted(declared), max_suggestions=3) or "`lm_eval ls tasks` lists all"
         raise UserError(f"{key}: unknown task {name!r}; {hint}", key)
 
 

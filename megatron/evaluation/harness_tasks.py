@@ -206,7 +206,7 @@ def load_tasks(
         matches = manager.match_tasks([name])
         if not matches:
             suggestion = suggest_names(name, manager.all_tasks, max_suggestions=3)
-            raise UserError(f"{key}: unknown task {name!r}; {suggestion or 'lm_eval ls tasks lists them'}", key)
+            raise UserError(f"{key}: unknown task {name!r}; {suggestion or '`lm_eval ls tasks` lists all'}", key)
         names += [match for match in matches if match not in names]
     try:
         with nullcontext() if allow_download else forbid_downloads():

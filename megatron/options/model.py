@@ -84,12 +84,12 @@ class ModelOptions(ConfigSection):
     )  # fmt: skip
     attn_logit_softcapping: float | None = config_field(
         None,
-        "c of c·tanh(q·k/(c√d)), which bounds attention scores before any encoding or processor; no bound if absent",
+        "c of the soft cap c·tanh(q·k/(c√d)) of attention scores, before any encoding or processor; none if absent",
         gt=0,
         policy="architecture",
     )
     final_logit_softcapping: float | None = config_field(
-        None, "c of c·tanh(logit/c), which bounds the logits of the vocabulary; no bound if absent", gt=0,
+        None, "c of the soft cap c·tanh(logit/c) of the logits of the vocabulary; none if absent", gt=0,
         policy="architecture",
     )  # fmt: skip
     query_pre_attn_scalar: float | None = config_field(

@@ -77,7 +77,7 @@ class OptimizerOptions(ConfigSection):
         policy="numerics",
     )
     gradient_clipping: float = config_field(
-        1.0, "largest global gradient norm; 0 turns clipping off", ge=0, policy="numerics"
+        1.0, "maximum global gradient norm; 0 disables clipping", ge=0, policy="numerics"
     )
     min_lr: float = config_field(0.0, "learning rate at the end of the decay", ge=0, policy="schedule")
     lr_decay_style: DecayStyle = config_field(

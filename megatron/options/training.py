@@ -38,7 +38,7 @@ class ZeroOptions(ConfigSection):
     """DeepSpeed's ZeRO. Keys have no effect at stages that do not read them (`ZERO_STAGES`)."""
 
     stage: Literal[0, 1, 2, 3] = config_field(
-        0, "what is sharded: nothing, optimizer states, + gradients, + parameters", policy="machine"
+        0, "ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters", policy="machine"
     )
     offload_optimizer: OffloadOptions = config_field(
         OffloadOptions, "stages 1–3: location of masters, optimizer states and the optimizer step"
@@ -80,7 +80,7 @@ class ZeroOptions(ConfigSection):
     )
     stage3_max_live_parameters: int = config_field(
         1_000_000_000,
-        "stage 3: most parameter elements that a rank gathers at a time",
+        "stage 3: maximum number of parameter elements that a rank gathers at a time",
         ge=0,
         le=10**12,
         policy="machine",
@@ -214,7 +214,7 @@ class TrainingOptions(ConfigSection):
     )
     train_batch_size: int | None = config_field(
         None,
-        "sequences per optimizer step: the product of the other two and the data-parallel ranks",
+        "sequences per optimizer step: micro-batch size × accumulation steps × data-parallel ranks",
         ge=1,
         le=MAX_BATCH_SIZE,
         policy="schedule",

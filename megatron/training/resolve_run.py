@@ -293,5 +293,6 @@ def _describe_late_stages(resolved: ResolvedRun) -> Iterator[str]:
     if not stages or not train_iters:
         return
     if num_late := max(0, len(training.stages) - len(stages)):
-        yield f"stages: the last {num_late} would start at train_iters {train_iters} or later and never run"
+        stages_that_start = "stage starts" if num_late == 1 else f"{num_late} stages start"
+        yield f"stages: the last {stages_that_start} at step {train_iters} (train_iters) or later, and will not run"
     yield from describe_late_warmup(stages)

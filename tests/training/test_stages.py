@@ -280,9 +280,9 @@ def test_a_branch_equals_a_run_with_a_decay_there(corpus: Path, tmp_path: Path) 
     }.items():
         branch = trunk.replace(save=str(tmp_path / name), load=str(start), extra_save_iters=[], **keys)
         lines = printed(branch)
-        output = [line for line in lines if line.startswith("branches from")]
+        output = [line for line in lines if line.startswith("branching from")]
         assert len(output) == 1
-        assert output[0].startswith(f"branches from {start} at step 4 with train_iters 8 → {keys['train_iters']}")
+        assert output[0].startswith(f"branching from {start} at step 4 with train_iters 8 → {keys['train_iters']}")
         assert not [line for line in lines if ", now " in line]
         train(trunk.replace(save=str(tmp_path / f"one_{name}"), extra_save_iters=[], **keys))
         assert losses(tmp_path / name) == losses(tmp_path / f"one_{name}")[4:]

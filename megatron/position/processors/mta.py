@@ -91,7 +91,7 @@ class Mta(Processor):
     formula = "M_w softmax(K ∗ (S + B)), K of c_q × c_k per head over queries and keys, M_w over groups of heads; norm"
     parameters_summary = (
         "K [H, c_q, c_k] and M_w [H/c_h, c_h, c_h], stored as differences from the identity, start at 0 (absolute: "
-        "stored themselves, start as the identity); norm [d] starts at 1"
+        "stored directly, start as the identity); norm [d] starts at 1"
     )
     source = "Multi-Token Attention: Golovneva et al. 2025 (arXiv:2504.00927), sections 3 and 4; facebookresearch/RAM"
     advice = (
