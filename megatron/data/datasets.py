@@ -333,8 +333,11 @@ def check_dataset_slice(dataset_slice: DatasetSlice, split: Split, seq_length: i
     key, dataset, num_tokens = dataset_slice.key, dataset_slice.dataset, dataset_slice.num_tokens()
     name = f"{key}: the {split} split of {dataset.prefix}" if key == "data_path" else f"{key}: {dataset.prefix}"
     if num_tokens == 0:
-        total = f" ({format_quantity(len(dataset.lengths), 'document')} in total)" if key == "data_path" else ""
-        raise UserError(f"{name} has no tokens{total}", key)
+        if key != "data_path":
+            raise UserError(f"{name} has no tokens", key)
+        total = format_quantity(len(dataset.lengths), "document")
+        advice = "split=8,1,1 gives each split a part of them, split=1,0,0 trains on all"
+        raise UserError(f"{name} has no tokens ({total} in total); {advice}", key)
     if num_tokens < seq_length + 1:
         raise UserError(
             f"{name} has {format_quantity(num_tokens, 'token')}; one sample of seq_length {seq_length:,} needs "

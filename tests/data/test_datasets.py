@@ -257,12 +257,14 @@ def test_data_that_cannot_be_used_are_rejected(dataset, words, tmp_path):
         ({"data_path": good, "split": "a"}, "split is 'a'; it must be up to three fractions"),
         (
             {"data_path": good, "split": "0.001,1,1"},
-            r"the train split of .*good has no tokens \(30 documents in total\)",
+            r"the train split of .*good has no tokens \(30 documents in total\); split=8,1,1 .*, split=1,0,0",
         ),
     ]:
         with pytest.raises(UserError, match=message) as error:
             build(validate(DataOptions(**options, **words)), train=4)
         assert "\n" not in str(error.value)
+    for split in ("8,1,1", "1,0,0"):  # the advice above
+        assert build(validate(DataOptions(data_path=good, split=split, **words)), train=4)
     with pytest.raises(RunError, match=r"cut\.bin: truncated: 99 bytes"):
         build(DataOptions(train_data_paths=[cut], **words), train=4)
     with pytest.raises(UserError, match="seed: 4294967296"):
