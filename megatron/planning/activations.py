@@ -29,6 +29,7 @@ pass of the feed-forward layer.
 
 from dataclasses import dataclass
 
+from megatron.config.schema import Config
 from megatron.distributed.mesh import Axis, ParallelSizes, list_context_chunks
 from megatron.options.model import (
     GATED_ACTIVATIONS,
@@ -72,6 +73,11 @@ class LayerActivations:
     """Tensors of a micro-batch that all layers share."""
     recomputed_fraction: float
     """Fraction of the forward pass's score products that the backward pass recomputes because they were not saved."""
+
+
+def runs_compiled_regions(config: Config) -> bool:
+    """Return True if training compiles regions, at least that of the loss: on a GPU unless `compile_regions` is off."""
+    return config.model.compile_regions and config.launch.device != "cpu"
 
 
 def estimate_layer_activations(
@@ -132,7 +138,7 @@ class _LayerEstimator:
         self.num_heads = model.num_attention_heads
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
         self.is_compiled = (
-            model.compile_regions
+            runs_compiled_regions(config)
             and not model.hidden_dropout
             and sizes.tensor == 1
             and config.training.zero_optimization.stage < 3

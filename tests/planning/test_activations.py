@@ -400,7 +400,7 @@ def test_compiled_regions(method: str, precision: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(layer_config, "runs_compiled", lambda x: True)
     monkeypatch.setattr(layer_config, "COMPILE_ARGUMENTS", {"backend": "aot_eager_decomp_partition"})
     monkeypatch.setattr(layer_config, "compile_region", cache(layer_config.compile_region.__wrapped__))
-    keys = {**COMPILED[method], "precision": precision, "compile_regions": True}
+    keys = {**COMPILED[method], "precision": precision, "compile_regions": True, "device": "cuda"}
     # Regions reach from one attention to the next, and all layers share a rotation's tables.
     one, three = (measured(config(256, **keys, num_layers=num_layers)) for num_layers in (1, 3))
     estimate = estimate_layer_activations(plan_layer(config(256, **keys)), ParallelSizes())
