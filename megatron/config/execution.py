@@ -18,7 +18,14 @@ from typing import Any
 
 from megatron.attention.backends.backend import BACKEND_CAPABILITIES
 from megatron.config.schema import Config
-from megatron.config.stages import UNTIL, UNTIL_TOKENS, Stage, apply_changes, describe_late_end, flatten_changes
+from megatron.config.stages import (
+    UNTIL,
+    UNTIL_TOKENS,
+    Stage,
+    apply_changes,
+    describe_steps_after_stages,
+    flatten_changes,
+)
 from megatron.distributed.mesh import ParallelSizes
 from megatron.options.model import DROPOUT_KEYS
 from megatron.options.position import find_indivisible_sizes
@@ -198,7 +205,7 @@ def _resolve_stage_ends(config: Config) -> dict[str, Any]:
         if end is not None:
             tokens, first = tokens + (end - first) * per_step, end
     last = entries[-1].get(UNTIL)
-    if problem := describe_late_end(config, last):
+    if problem := describe_steps_after_stages(config, last):
         raise UserError(problem, "stages")
     return {"stages": entries, "train_iters": training.train_iters or last or 0}
 

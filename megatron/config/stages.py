@@ -149,12 +149,12 @@ def find_stage_problems(config: Config) -> Iterator[str]:
         if problems:
             return
     last = entries[-1].get(UNTIL)
-    if problem := describe_late_end(config, None if last is None else int(last)):
+    if problem := describe_steps_after_stages(config, None if last is None else int(last)):
         yield problem
 
 
-def describe_late_end(config: Config, last: int | None) -> str | None:
-    """Describe a `train_iters` beyond the end of the last stage, a step, or return None."""
+def describe_steps_after_stages(config: Config, last: int | None) -> str | None:
+    """Describe a `train_iters` after step `last`, at which the last stage ends, or return None."""
     if last is None or config.training.train_iters <= last:
         return None
     return f"stages: the last stage ends at step {last}, but train_iters is {config.training.train_iters}; remove one"

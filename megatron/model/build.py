@@ -197,10 +197,10 @@ def _scale_initial_weights(gpt: GPT, model: ModelOptions) -> None:
         return
     methods = [module for module in gpt.modules() if isinstance(module, PositionModule)]
     own = {id(p) for module in methods if isinstance(module, Encoding | Processor) for p in module.parameters()}
-    drawn = {id(p) for module in methods for p in module.list_fan_in_draws()}
+    unscaled = {id(p) for module in methods for p in module.list_fan_in_initialized()}
     with torch.no_grad():
         for parameter, role in list_roles(gpt):
-            factor = 1.0 if id(parameter) in drawn else gpt.mup.get_init_scale(role)
+            factor = 1.0 if id(parameter) in unscaled else gpt.mup.get_init_scale(role)
             if id(parameter) not in own and role in ("embedding", "hidden"):
                 factor *= model.mup_init_scale
             if factor != 1.0:

@@ -75,7 +75,7 @@ class LayerActivations:
     """Fraction of the forward pass's score products that the backward pass recomputes because they were not saved."""
 
 
-def runs_compiled_regions(config: Config) -> bool:
+def compiles_regions(config: Config) -> bool:
     """Return True if training compiles regions, at least that of the loss: on a GPU unless `compile_regions` is off."""
     return config.model.compile_regions and config.launch.device != "cpu"
 
@@ -138,7 +138,7 @@ class _LayerEstimator:
         self.num_heads = model.num_attention_heads
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
         self.is_compiled = (
-            runs_compiled_regions(config)
+            compiles_regions(config)
             and not model.hidden_dropout
             and sizes.tensor == 1
             and config.training.zero_optimization.stage < 3
@@ -181,7 +181,7 @@ class _LayerEstimator:
         num_inputs = 1 if model.gpt_j_residual else num_norms  # parallel branches read the same input
         # A second norm after each branch: its output is added to the residual stream and not saved.
         num_added = 2 if model.norm_placement == "sandwich" else 0
-        if self.is_compiled:  # of two norms in a row, one of the three inputs and sums is computed again
+        if self.is_compiled:  # one of the two added norms is recomputed from tensors that are saved anyway
             return (num_inputs + num_norms + num_added // 2) * size
         if model.norm == "rmsnorm" and self.bytes_per_element == 2:
             # PyTorch computes it in float32: it saves a float32 copy of the input and the normalized values.
@@ -202,7 +202,7 @@ class _LayerEstimator:
         # Context-parallel ranks concatenate the rows of two chunks; a view would also retain the keys.
         query_is_view = not (self.attention.copies_query or rotates or gathers or self.scales_queries)
         # Queries, keys and values share one tensor, which stays allocated while a view of it is saved.
-        in_region = self.shape.rotates_in_region  # which writes queries, keys and values
+        in_region = self.shape.rotates_in_compiled_region  # which writes queries, keys and values
         keeps_mixed = not (gathers or has_grouped_queries or self.attention.copies_keys or in_region)
         size = 3 * n * part * b if keeps_mixed else 0
         if has_grouped_queries and query_is_view and get_num_kv_heads(self.model) == self.sizes.tensor:
@@ -247,7 +247,7 @@ class _LayerEstimator:
         q_bytes = self.num_tokens * self.local_q_size * self.bytes_per_element
         k_bytes = self.num_tokens * get_kv_hidden_size(self.model) // self.sizes.tensor * self.bytes_per_element
         has_grouped_queries = get_num_kv_heads(self.model) < self.num_heads
-        if self.shape.rotates_in_region:
+        if self.shape.rotates_in_compiled_region:
             return q_bytes if self.learns_scale else 0
         if self.encoding.facts.rotates_qk:
             if not (gathers or has_grouped_queries or self.attention.copies_keys):
@@ -278,9 +278,9 @@ class _LayerEstimator:
         q_bytes, k_bytes = (
             per_token * size // self.sizes.tensor for size in (get_q_hidden_size(model), get_kv_hidden_size(model))
         )
-        kind = "layernorm" if self.is_compiled else kind  # a region saves the norm's input, whichever its kind
-        in_float32 = kind == "rmsnorm" and self.bytes_per_element == 2  # as in `estimate_norm_bytes`
-        size = (4 if in_float32 else 1) * (q_bytes + k_bytes) if kind == "rmsnorm" else 0
+        is_composite = kind == "rmsnorm" and not self.is_compiled  # as in `estimate_norm_bytes`
+        in_float32 = is_composite and self.bytes_per_element == 2
+        size = (4 if in_float32 else 1) * (q_bytes + k_bytes) if is_composite else 0
         if model.qk_layernorm_over_heads and not in_float32:
             size += q_bytes + k_bytes  # their input, without the values
         elif not in_float32:

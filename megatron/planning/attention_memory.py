@@ -17,6 +17,7 @@ d head dimension, W width of a processor, N distances, b bytes of the compute ty
 |                              | outputs for its CUDA kernels                 |                                     |
 | a matrix of biases (FIRE)    | nothing                                      | matrices [h, 256, N], 2 + B of them |
 
+An output is not saved twice if a compiled region reads it: it is the region's own input, which `activations.py` counts.
 The backend that `auto` selects depends on a self-check on the GPU; without one it uses PyTorch's.
 """
 
@@ -59,7 +60,7 @@ TABLE_MARGINS = 1024
 def estimate_sdpa(shape: AttentionShape) -> AttentionMemory:
     """Estimate the memory of PyTorch's fused attention."""
     size = 4 * shape.batch_size * shape.num_rows * shape.num_heads  # log-sum-exp of each row
-    saves_output = shape.encoding.facts.rotates_qk and len(shape.segments) == 1 and not shape.rotates_in_region
+    saves_output = shape.encoding.facts.rotates_qk and len(shape.segments) == 1 and not shape.rotates_in_compiled_region
     if saves_output:
         size += shape.query_bytes  # in the layout of the rotated queries, which the next layer cannot read
     # PyTorch's causal attention needs whole sequences of one document without a window, and flash attention supports

@@ -63,7 +63,7 @@ class AttentionShape:
         return max(start + length for start, length in self.segments)
 
     @property
-    def rotates_in_region(self) -> bool:
+    def rotates_in_compiled_region(self) -> bool:
         """True if a compiled region rotates queries and keys (`get_rotation` in `model/attention.py`)."""
         can_rotate = self.encoding.cost.has_cos_sin(self.encoding.options)
         return can_rotate and self.is_compiled and len(self.segments) == 1 and not self.has_documents
@@ -191,7 +191,7 @@ def _estimate_blocks(shape: AttentionShape, blocks: list[RowBlocks], *, is_eager
     added_to = shape.key_bytes + shape.key_bytes * shape.head_dim // shape.rotated_dim
     saved = [block for block in blocks if block.is_saved]
     key_copies = 0
-    if shape.encoding.cost.copies_keys and shape.bytes_per_element < 4:
+    if shape.encoding.cost.promotes_keys and shape.bytes_per_element < 4:
         num_columns = sum(block.total_scores // block.num_rows for block in saved)
         key_copies = 4 * shape.batch_size * num_columns * shape.num_heads * shape.head_dim
     workspace, workspace_maps = [], []

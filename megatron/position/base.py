@@ -125,10 +125,10 @@ class PositionModule(nn.Module):
         """
         return []
 
-    def list_fan_in_draws(self) -> list[nn.Parameter]:
-        """Return weights over hidden units whose start values already fall with the root of the hidden size.
+    def list_fan_in_initialized(self) -> list[nn.Parameter]:
+        """Return weights whose initial standard deviation is already proportional to 1/√(hidden size).
 
-        They are among `list_growing_fan_ins`, and muP leaves their start values as drawn.
+        They are among `list_growing_fan_ins`. muP does not rescale their initial values.
         """
         return []
 

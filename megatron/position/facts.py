@@ -95,8 +95,8 @@ class EncodingCost:
     """True if compiled regions can rotate queries and keys (`Encoding.get_cos_sin` does not return None)."""
     num_rotation_tables: Callable[[MethodOptions], int] = lambda options: 0
     """Number of float32 rotation tables [H, T, d] kept for the backward pass, per layer, shared by all sequences."""
-    copies_keys: bool = False
-    """True if each block of query rows saves a float32 copy of its keys."""
+    promotes_keys: bool = False
+    """True if each block of query rows saves its keys in float32, in addition to the keys of all rows."""
     keeps_unrotated: bool = False
     """True if the rotation saves its input queries and keys for the backward pass."""
 

@@ -118,7 +118,7 @@ def shorten_text(text: str, max_length: int = 200) -> str:
 
 
 MAX_PROBLEMS = 20
-"""Largest number of problems that one error lists."""
+"""Maximum number of problems that one error lists."""
 
 
 def join_problems(problems: Sequence[str]) -> str:

@@ -15,12 +15,12 @@ A result must be within SAFETY_FACTOR times that size, in the norm of its errors
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 Results = Mapping[str, Tensor]
@@ -33,20 +33,12 @@ ELEMENTARY_UNITS = 4.0
 instructions."""
 
 
-_suspensions: list[None] = []
-
-
-@contextmanager
-def suspend_rounding() -> Iterator[None]:
+def suspend_rounding() -> AbstractContextManager[object]:
     """Leave the operations inside the context exact under a `RoundingMode`.
 
     For code that computes in float64 in every compute type. Its backward pass is perturbed.
     """
-    _suspensions.append(None)
-    try:
-        yield
-    finally:
-        _suspensions.pop()
+    return _disable_current_modes()
 
 
 class RoundingMode(TorchDispatchMode):
@@ -112,8 +104,7 @@ class RoundingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
-        is_exact = packet in EXACT_OPS or bool(_suspensions)
-        if is_exact or not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args):
+        if packet in EXACT_OPS or not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args):
             return func(*args, **kwargs)
         if packet in RULES_BY_OP:
             found = RULES_BY_OP[packet](self, func, args, kwargs)

@@ -261,6 +261,7 @@ def test_every_encoding(name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", TYPES)
 def test_blocks_that_copy_their_keys(precision: str) -> None:
+    """In bfloat16 the copies are a fifth of what a layer saves."""
     wanted = config(1024, pos_emb="grape_a", head_dim=64, attention_backend="auto", precision=precision)
     estimate = estimate_layer_activations(plan_layer(wanted), ParallelSizes())
     assert estimate.saved_bytes == pytest.approx(measured(wanted), rel=0.03)
@@ -401,7 +402,7 @@ def test_compiled_regions(method: str, precision: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(layer_config, "COMPILE_ARGUMENTS", {"backend": "aot_eager_decomp_partition"})
     monkeypatch.setattr(layer_config, "compile_region", cache(layer_config.compile_region.__wrapped__))
     keys = {**COMPILED[method], "precision": precision, "compile_regions": True, "device": "cuda"}
-    # Regions reach from one attention to the next, and all layers share a rotation's tables.
+    # Regions reach from one attention to the next. The estimate counts a rotation's tables, up to 5%, in each layer.
     one, three = (measured(config(256, **keys, num_layers=num_layers)) for num_layers in (1, 3))
     estimate = estimate_layer_activations(plan_layer(config(256, **keys)), ParallelSizes())
     assert estimate.saved_bytes == pytest.approx((three - one) / 2, rel=0.06)

@@ -40,7 +40,7 @@ class GrapeA(Encoding):
             dims.num_heads * (1 + dims.head_dim * (2 if options["gates"] == "query_key" else 1))
         ),
         saved_bytes_per_score=lambda options: 4,  # the distances
-        copies_keys=True,
+        promotes_keys=True,
         num_products=lambda options, num_keys: 2 if options["gates"] == "query_key" else 1,
     )
 
