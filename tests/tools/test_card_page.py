@@ -55,7 +55,10 @@ def test_only_trained_models_are_listed(tmp_path: Path) -> None:
     assert trainings.format_row() == "| `a.json` | 2 | 0.00M | 64 | 0.64M | 2 |"
     large = record.replace(parameters=29_500_000, train_tokens=60_000_000)
     write_run_file(get_run_file(tmp_path / "evidence", None, "rotary", 1), "digest", RunOutcome([large]))
+    assert [each.name for each in card_page.list_trainings(tmp_path)] == ["a.json", "evidence/"]
     assert "largest model has 29.50M parameters, and the longest training 60.00M" in card_page.render_table(tmp_path)
+    write_records(tmp_path / "evidence.json", [large])  # the published sweep
+    assert [each.name for each in card_page.list_trainings(tmp_path)] == ["a.json", "evidence.json"]
 
 
 def test_the_leaderboard_is_described_by_contest() -> None:

@@ -61,29 +61,36 @@ def format_range(values: Iterable[int | None], divisor: float = 1, unit: str = "
 def list_trainings(folder: Path = RESULTS) -> Iterator[RecordedTrainings]:
     """Yield the trainings of each file of records, with one entry for all files of a subfolder.
 
-    Files of other contents, records without a trained model, and files of single runs (`sweep.records`), whose sweep
-    may be unfinished, are skipped.
+    A folder of single runs (`sweep.records`), such as `zoo_3m`, has an entry unless its sweep is published in the file
+    `zoo_3m.json`. Files of other contents and records without a trained model are skipped.
     """
     groups = {path.name: [path] for path in sorted(folder.glob("*.json"))}
     for path in sorted(folder.glob("*/*.json")):
         groups.setdefault(f"{path.parent.relative_to(folder).as_posix()}/*.json", []).append(path)
-    for name, paths in groups.items():
-        records = tuple(record for path in paths for record in _read_trained(path))
+    recorded = {name: [record for path in paths for record in _read_trained(path)] for name, paths in groups.items()}
+    for subfolder in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if f"{subfolder.name}.json" not in groups:
+            recorded[f"{subfolder.name}/"] = _select_trained(read_run_folder(subfolder).records)
+    for name, records in recorded.items():
         if records:
-            yield RecordedTrainings(name, records)
+            yield RecordedTrainings(name, tuple(records))
 
 
 def _read_trained(path: Path) -> list[Record]:
     try:
-        return [record for record in read_records(path) if record.parameters and record.step]
+        return _select_trained(read_records(path))
     except UserError:
         return []
 
 
+def _select_trained(records: Iterable[Record]) -> list[Record]:
+    return [record for record in records if record.parameters and record.step]
+
+
 def render_table(folder: Path = RESULTS) -> str:
-    """Render the table, with a sentence on the largest model, including finished runs of unfinished sweeps."""
+    """Render the table, with a sentence on the largest model."""
     trainings = list(list_trainings(folder))
-    records = [*(record for each in trainings for record in each.records), *read_run_folder(folder).records]
+    records = [record for each in trainings for record in each.records]
     largest = max((record.parameters or 0 for record in records), default=0)
     tokens = max((record.train_tokens or 0 for record in records), default=0)
     lines = [
@@ -117,7 +124,7 @@ def describe_use_of_context(records: Sequence[Record]) -> str:
 
 def describe_board(records: Sequence[Record]) -> str:
     """Describe what a published leaderboard was made of: its trainings, steps, and seeds, by text and task."""
-    trained = [record for record in records if record.parameters and record.step]
+    trained = _select_trained(records)
     by_dataset: dict[str, list[Record]] = {}
     for record in trained:
         by_dataset.setdefault((record.dataset or record.protocol).partition("(")[0], []).append(record)
