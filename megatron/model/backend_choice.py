@@ -193,8 +193,13 @@ def _choose_backend(
     if why is not None:
         line = f"attention: {describe_row_blocks_reason(formula) or default}; {why}"
         return BackendChoice((candidates[default],), default, (line,))
-    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []), torch.enable_grad():
-        return _choose_by_check(model, layer_type, groups, target, candidates, default)
+    try:
+        with torch.random.fork_rng([target.device] if target.device.type == "cuda" else []), torch.enable_grad():
+            return _choose_by_check(model, layer_type, groups, target, candidates, default)
+    except RuntimeError as error:
+        if isinstance(error.__context__, RunError):  # an unusable device cannot restore its random state either
+            raise error.__context__ from None
+        raise
 
 
 def _choose_by_check(

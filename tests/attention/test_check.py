@@ -411,6 +411,16 @@ def test_a_lost_device_ends_the_check_with_partial_results(monkeypatch) -> None:
     assert [trial.backend for trial in lost.value.trials] == ["row blocks", "bad"]
 
 
+def test_the_memory_of_a_lost_device_need_not_be_freed(monkeypatch) -> None:
+    """After an illegal address, PyTorch's allocator raises the same error when it frees memory."""
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    trials_module.free_memory(torch.device("cuda"))
+
+
 # Stored results.
 
 

@@ -5,6 +5,7 @@ The checks run on the CPU, which is declared a checked device; the candidates ar
 """
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -274,6 +275,23 @@ def test_a_lost_device_is_reported_by_all_ranks_and_remembered(planted, monkeypa
     assert "raising" not in planted["calls"]
     assert choice.backends[0] is planted["candidates"]["fast"]
     assert "rejected: raising raised RuntimeError" in choice.lines[0]
+
+
+def test_a_random_state_that_a_lost_device_cannot_restore_does_not_hide_the_reason(planted, monkeypatch) -> None:
+    @contextmanager
+    def fork_rng(devices):
+        try:
+            yield
+        finally:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    with monkeypatch.context() as lost:
+        lost.setattr(trials_module, "is_device_usable", lambda device: False)
+        with pytest.raises(RunError, match="the next start skips this backend"):
+            choose()
+    with pytest.raises(RuntimeError, match="CUDA error"):  # any other failure is shown as it is
+        choose()
 
 
 # Resumed runs.

@@ -7,6 +7,7 @@ rejected. The only exception is an error that makes the device unusable for this
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from statistics import median
@@ -234,11 +235,15 @@ def _synchronize(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Free memory held by tracebacks and by the allocator, so that the next trial starts with an empty device."""
+    """Free memory held by tracebacks and by the allocator, so that the next trial starts with an empty device.
+
+    Nothing is freed on an unusable device, on which every call raises the error that made it unusable.
+    """
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
 
 
 def _reset_peak_memory(device: torch.device) -> int:
