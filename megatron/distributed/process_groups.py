@@ -325,14 +325,15 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def configure_cuda() -> None:
     """Set the CUDA options of every process that uses a GPU, before its first allocation.
 
-    float32 is exact: by default, PyTorch lets cuDNN's convolutions round to TF32, with 10 bits. Memory is mapped into
-    expandable segments. Chunks of attention grow from one to the next, and with segments of fixed size each would need
-    a new one (131,072 tokens of CDAPE: 11.5 GiB allocated, 77.7 GiB reserved without, 11.6 with). Kernels that PyTorch
-    compiles with Triton fuse multiplications with additions, as the project's own do: Triton 3.9 warns that 3.10 will
-    no longer do so by default.
+    float32 is exact. PyTorch would let cuDNN's convolutions round to TF32, with 10 bits. In NVIDIA's containers, which
+    set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, matrix products would round as well. Memory is mapped into expandable
+    segments. Chunks of attention grow from one to the next, and with segments of fixed size each would need a new one
+    (131,072 tokens of CDAPE: 11.5 GiB allocated, 77.7 GiB reserved without, 11.6 with). Kernels that PyTorch compiles
+    with Triton fuse multiplications with additions, as the project's own do: Triton 3.9 warns that 3.10 will no longer
+    do so by default.
     """
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     if torch.cuda.is_available() and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 

@@ -135,3 +135,15 @@ def test_kernels_of_pytorch_fuse_multiply_adds_with_every_triton(
         monkeypatch.delenv("TRITON_DEFAULT_FP_FUSION")
     configure_cuda()
     assert os.environ["TRITON_DEFAULT_FP_FUSION"] == expected
+
+
+def test_float32_is_exact_in_containers_that_allow_tf32() -> None:
+    """PyTorch reads the variable once, so this needs a process of its own."""
+    code = (
+        "import torch; from megatron.distributed.process_groups import configure_cuda; "
+        "assert torch.backends.cuda.matmul.allow_tf32; configure_cuda(); "
+        "print(torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)"
+    )
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "False"]
