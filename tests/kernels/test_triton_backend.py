@@ -246,6 +246,19 @@ def test_the_route_of_a_call(encoding: str, processor: str, change: dict, route:
     assert bool(found.reason) == (route is KernelChoice.PYTORCH)
 
 
+@pytest.mark.parametrize(("encoding", "processor"), [("kerple_log", "none"), ("kerple_log", "cdape"), ("fire", "none")])
+def test_more_heads_than_a_grid_has_programs_are_left_to_row_blocks(encoding: str, processor: str, device: str) -> None:
+    """An evaluation computes thousands of short sequences at a time."""
+    e, p = on(device, encoding, processor)
+    span = TokenRange(0, 9)
+    table = compute_table(e, span, span, device) or ScoreTerms()
+    for batch, is_left in ((21845, False), (21846, True)):
+        q, k, v = (x[:1].expand(batch, -1, -1, -1) for x in random_on(device, 9))
+        found = select_kernel(AttentionInputs(q, k, v, span, span, e, p), table)
+        assert (found.choice is KernelChoice.PYTORCH) == is_left
+        assert found.reason == ("more than 65,535 heads in all sequences together" if is_left else "")
+
+
 @pytest.mark.parametrize("processor", ["none", "cdape"])
 def test_fallbacks_at_run_time_are_reported_once(processor: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
     e, p = on(device, "kerple_log", processor)

@@ -10,9 +10,9 @@
 | a network (FIRE)     | none          | `kernels/bias` and PyTorch's fused attention                           |
 | a network (FIRE)     | any, or sinks | `kernels/bias` and PyTorch's row blocks                                |
 
-Some calls fall back to PyTorch's row blocks with a single warning: calls with padding or sampled positions, of a model
-moved to the CPU, with dropout and a processor, or of a processor whose heads are divided over ranks that cannot
-exchange heads for rows.
+Some calls fall back to PyTorch's row blocks with a single warning: calls with padding or sampled positions, with more
+than 65,535 heads in all sequences together, of a model moved to the CPU, with dropout and a processor, or of a
+processor whose heads are divided over ranks that cannot exchange heads for rows.
 
 h requested heads, R query rows, C key columns.
 """
@@ -232,6 +232,8 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
         return SelectedKernel(KernelChoice.PYTORCH, "randomized positions")
     if inputs.key_mask is not None:
         return SelectedKernel(KernelChoice.PYTORCH, "padding")
+    if inputs.q.shape[0] * inputs.q.shape[1] > (limit := _get_max_pairs()):  # many short sequences
+        return SelectedKernel(KernelChoice.PYTORCH, f"more than {limit:,} heads in all sequences together")
     if inputs.processor is not None:
         if fire is not None:
             return SelectedKernel(KernelChoice.PROCESSED_MATRIX)
@@ -267,6 +269,12 @@ def _describe_unsupported_tensor(x: Tensor) -> str | None:
     if not (x.is_cuda or is_interpreted()):
         return "a model on the CPU"
     return None if x.dtype in DTYPES else str(x.dtype)
+
+
+def _get_max_pairs() -> int:
+    from megatron.kernels.runtime import MAX_PAIRS
+
+    return MAX_PAIRS
 
 
 def _get_fire_parameters(encoding: Encoding) -> FireParameters | None:

@@ -27,7 +27,14 @@ from megatron.kernels.cdape_attention.layer_terms import (
 from megatron.kernels.cdape_attention.term_sums import TermSums, add_mixer_sums, allocate_term_sums
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from megatron.kernels.head_dim import MAX_HEAD_DIM
-from megatron.kernels.runtime import DTYPES, get_arch, get_device_properties, get_uncompiled_apply, launch_context
+from megatron.kernels.runtime import (
+    DTYPES,
+    check_pairs,
+    get_arch,
+    get_device_properties,
+    get_uncompiled_apply,
+    launch_context,
+)
 
 MAX_PROCESSOR_WIDTH = 64
 """Larger widths would need other tiles."""
@@ -95,6 +102,7 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
         raise ValueError(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one type: bfloat16, float16 or float32"
         )
+    check_pairs(*q.shape[:2])
     rows, dim = q.shape[2:]
     if dim > MAX_HEAD_DIM:
         raise ValueError(f"head dimension {dim}; it must be at most {MAX_HEAD_DIM}")

@@ -345,6 +345,10 @@ def test_unsupported_arguments_are_an_error() -> None:
         attend_with_gates(CdapeArgs(q, k, v, None, w1, *rest), row[:, :-1], key)
     with pytest.raises(ValueError, match="table"):
         attend_with_gates(CdapeArgs(q, k, v, torch.zeros(9, 40), w1, *rest), row, key)
+    many = (x[:1].expand(65535, *x.shape[1:]) for x in (q, k, v, row, key))
+    q, k, v, row, key = many
+    with pytest.raises(ValueError, match="batch times heads must be at most 65535"):
+        attend_with_gates(CdapeArgs(q, k, v, None, w1, *rest), row, key)
 
 
 @only_emulated

@@ -253,6 +253,10 @@ WRONG = [
     ({"q": torch.zeros(1, 2, 0, 4)}, "no size may be 0"),
     ({"q": torch.zeros(2, 5, 4)}, r"q is \[2, 5, 4\]"),
     (dict.fromkeys("qkv", torch.zeros(1, 2, 5, 129)), "head dimension 129; it must be at most 128"),
+    (
+        dict.fromkeys("qkv", torch.zeros(1, 2, 5, 4).expand(32768, -1, -1, -1)),
+        "batch times heads must be at most 65535",
+    ),
 ]
 
 
