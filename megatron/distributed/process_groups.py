@@ -320,6 +320,8 @@ def _select_device(kind: str, local_rank: int) -> torch.device:
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables with which users configure PyTorch's allocator."""
+ALLOCATOR_SETTINGS = ("expandable_segments:True,pinned_max_round_threshold_mb:16", "expandable_segments:True")
+"""Settings of the allocator, and those for versions of PyTorch that know only the first."""
 
 
 def configure_cuda() -> None:
@@ -328,14 +330,18 @@ def configure_cuda() -> None:
     float32 is exact. PyTorch would let cuDNN's convolutions round to TF32, with 10 bits. In NVIDIA's containers, which
     set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, matrix products would round as well. Memory is mapped into expandable
     segments. Chunks of attention grow from one to the next, and with segments of fixed size each would need a new one
-    (131,072 tokens of CDAPE: 11.5 GiB allocated, 77.7 GiB reserved without, 11.6 with). Kernels that PyTorch compiles
-    with Triton fuse multiplications with additions, as the project's own do: Triton 3.9 warns that 3.10 will no longer
-    do so by default.
+    (131,072 tokens of CDAPE: 11.5 GiB allocated, 77.7 GiB reserved without, 11.6 with). Large pinned buffers, such as
+    the copy of a checkpoint's states, have their own size instead of the next power of two. Kernels that PyTorch
+    compiles with Triton fuse multiplications with additions, as the project's own do: Triton 3.9 warns that 3.10 will
+    no longer do so by default.
     """
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     if torch.cuda.is_available() and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        try:
+            torch._C._accelerator_setAllocatorSettings(ALLOCATOR_SETTINGS[0])
+        except ValueError:
+            torch._C._accelerator_setAllocatorSettings(ALLOCATOR_SETTINGS[1])
 
 
 def _init_process_group(rank_info: RankInfo, backend: str, device: torch.device) -> None:
