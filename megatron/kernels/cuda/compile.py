@@ -23,6 +23,8 @@ LANGUAGE = Path(__file__).parent
 FLAGS = ("--std=c++17",)
 MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
 """Values of the function attributes of these names in cuda.h."""
+INVALID_CONTEXT = 201
+"""The driver's error if the thread has no current context."""
 
 _Parameters = ctypes.c_void_p * 1
 
@@ -159,7 +161,11 @@ def launch_kernel(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.S
     parameters = _Parameters(ctypes.addressof(arguments))
     stream = torch._C._cuda_getCurrentRawStream(device)
     block = kernel.num_threads, 1, 1, kernel.shared_bytes
-    result = function.launch(function.handle, grid[1], grid[0], 1, *block, stream, parameters, None)
+    arguments_of_launch = function.handle, grid[1], grid[0], 1, *block, stream, parameters, None
+    result = function.launch(*arguments_of_launch)
+    if result == INVALID_CONTEXT:  # a thread's first launch, if PyTorch has not called the runtime in it
+        _use_primary_context(device, kernel)
+        result = function.launch(*arguments_of_launch)
     if result != 0:
         _check(result, kernel)
 
@@ -168,9 +174,9 @@ def launch_kernel(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.S
 def _load(kernel: CudaKernel, device: int) -> _Function:
     major, minor = torch.cuda.get_device_capability(device)
     code, name = compile_kernel(kernel, major * 10 + minor)
-    driver = ctypes.CDLL("libcuda.so.1")
+    driver = _load_driver()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    torch.cuda.current_stream(device)  # creates the device's context and makes it current
+    _use_primary_context(device, kernel)
     _check(driver.cuModuleLoadData(ctypes.byref(module), code), kernel)
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), kernel)
     _check(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes), kernel)
@@ -181,6 +187,22 @@ def _load(kernel: CudaKernel, device: int) -> _Function:
         *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),
     )
     return _Function(function, driver.cuLaunchKernel)
+
+
+@cache
+def _load_driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _use_primary_context(device: int, kernel: CudaKernel) -> None:
+    """Make a device's primary context, which the runtime uses, current in this thread.
+
+    The runtime does so in its first call, but not if PyTorch only selects the device that is already selected. A thread
+    of autograd may therefore have no context.
+    """
+    driver, context = _load_driver(), ctypes.c_void_p()
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), kernel)
+    _check(driver.cuCtxSetCurrent(context), kernel)
 
 
 def _check(result: int, kernel: CudaKernel) -> None:
