@@ -147,7 +147,7 @@ class HarnessEval:
             model = HarnessModel(
                 loaded.model, tokenizer, length, batch_tokens=scoring.batch_tokens, on_batch_done=report_requests
             )
-            stop_stopwatch = start_stopwatch()
+            stop_stopwatch = start_stopwatch(loaded.model)
             results = run_tasks(model, self.tasks, self.limit)
             fields = {**shared, "length": length, **stop_stopwatch()}
             for name, counts in model.request_counts.items():

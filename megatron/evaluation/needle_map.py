@@ -141,7 +141,7 @@ def _score_cell(
     batch_tokens: int | None,
 ) -> list[Record]:
     """Score one cell, and return a record for each metric."""
-    stop_stopwatch = start_stopwatch()
+    stop_stopwatch = start_stopwatch(loaded.model)
     batch = needle_map.build_batch(length, depth)
     losses, correct = score_answers(loaded.model, batch, needle_map.choices, batch_tokens=batch_tokens)
     if not np.isfinite(losses).all():

@@ -168,7 +168,7 @@ def evaluate_perplexity(
             num_finished += count
             scoring.progress(length, before + flops[length] * num_finished / plan.count_windows(length), total)
 
-        stop_stopwatch = start_stopwatch()
+        stop_stopwatch = start_stopwatch(model)
         losses = compute_window_losses(
             model,
             text.tokens,

@@ -132,7 +132,7 @@ class Probe(ABC):
             for axis_value in axis_values:
                 sequences = self.build_sequences(length, axis_value)
                 starts = np.arange(self.num_sequences, dtype=np.int64) * (length + 1)
-                stop_stopwatch = start_stopwatch()
+                stop_stopwatch = start_stopwatch(loaded.model)
                 losses = compute_window_losses(
                     loaded.model,
                     sequences.reshape(-1),

@@ -43,6 +43,8 @@ from megatron.utils.formatting import format_quantity
 from megatron.utils.project import get_farfield_version
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron.checkpoint.load_model import LoadedModel
     from megatron.config.schema import Config
     from megatron.position.base import PositionModule
@@ -179,20 +181,21 @@ def describe_model(loaded: LoadedModel) -> dict[str, Any]:
     }
 
 
-def start_stopwatch() -> Callable[[], dict[str, Any]]:
-    """Start a measurement. The returned function ends it.
+def start_stopwatch(model: torch.nn.Module) -> Callable[[], dict[str, Any]]:
+    """Start a measurement of a model's work. The returned function ends it.
 
     Returns:
-        Function that returns record fields for the time and the peak memory: allocated on the GPU, or resident in this
-            process if the system reports it.
+        Function that returns record fields for the time and the peak memory: allocated on the model's GPU, or resident
+            in this process if the system reports it.
     """
-    reset_peak_memory()
+    device = next(model.parameters()).device
+    reset_peak_memory(device)
     start, cpu_start = time.perf_counter(), time.process_time()
 
     def stop() -> dict[str, Any]:
         now = datetime.now(UTC)
         seconds, cpu_seconds = round(time.perf_counter() - start, 3), round(time.process_time() - cpu_start, 3)
-        memory = read_peak_memory()
+        memory = read_peak_memory(device)
         fields = {} if memory is None else {"memory_gib": round(memory, 4)}
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, **fields, "date": now.isoformat(timespec="seconds")}
 
@@ -202,22 +205,22 @@ def start_stopwatch() -> Callable[[], dict[str, Any]]:
 PROCESS_STATUS, PROCESS_PEAKS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def reset_peak_memory() -> None:
-    """Reset the peak memory counters of the GPU and of this process, if the system supports it."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the peak memory counters of a GPU and of this process, if the system supports it."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     with suppress(OSError):
         PROCESS_PEAKS.write_text("5", encoding="ascii")  # Linux, see proc(5)
 
 
-def read_peak_memory() -> float | None:
+def read_peak_memory(device: torch.device) -> float | None:
     """Return the peak memory since the last reset, in GiB, or None if the system does not report it."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated() / 2**30
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
     try:
         lines = PROCESS_STATUS.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):

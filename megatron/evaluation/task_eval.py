@@ -163,7 +163,7 @@ class TaskEval:
             ) -> None:
                 scoring.progress(length, before + flops * fraction, total)
 
-            stop_stopwatch = start_stopwatch()
+            stop_stopwatch = start_stopwatch(model)
             losses, correct = score_answers(
                 model, batch, task.answer_ids, batch_tokens=scoring.batch_tokens, on_batch_done=report_fraction
             )

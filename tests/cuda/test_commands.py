@@ -84,6 +84,13 @@ def test_evaluate(place: Path) -> None:
     assert (place / "scored/results.json").is_file()
 
 
+def test_evaluate_on_a_device_that_is_not_the_current_one(place: Path) -> None:
+    """The kernels run on it, and the memory in the records is its own."""
+    run_command(place, "evaluate run --device cuda:1 --lengths 128 --num-windows 2 -o second", devices=2)
+    records = json.loads((place / "second/results.json").read_text(encoding="utf-8"))
+    assert min(record["memory_gib"] for record in records) > 0.001
+
+
 def test_generate(place: Path) -> None:
     run_command(place, "generate run --prompt w1 --max-new-tokens 4")
 
