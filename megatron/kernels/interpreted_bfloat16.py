@@ -78,6 +78,14 @@ class Bfloat16Builder(interpreter.InterpreterBuilder):
             return interpreter.TensorHandle(from_bits(bits.view(np.uint16)), tl.bfloat16)
         return interpreter.TensorHandle(bits.view(interpreter._get_np_dtype(dst_type)), dst_type.scalar)
 
+    def create_maxnumf(self, lhs: Any, rhs: Any) -> Any:
+        """Return the larger numbers. A GPU returns the other number for a NaN, unless NaN is to be propagated."""
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_minnumf(self, lhs: Any, rhs: Any) -> Any:
+        """Return the smaller numbers, as in `create_maxnumf`."""
+        return self.binary_op(lhs, rhs, np.fmin)
+
     def create_fabs(self, arg: Any) -> Any:
         """Return absolute values."""
         return self.unary_op(arg, np.abs)

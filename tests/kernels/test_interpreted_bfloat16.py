@@ -28,6 +28,26 @@ def _draw(count: int, seed: int) -> Tensor:
     return torch.where(torch.rand(count, generator=generator) < 0.1, 0, x)
 
 
+@triton.jit
+def _compare_kernel(x, y, larger, smaller, kept, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    a, b = tl.load(x + i), tl.load(y + i)
+    tl.store(larger + i, tl.maximum(a, b))
+    tl.store(smaller + i, tl.minimum(a, b))
+    tl.store(kept + i, tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL))
+
+
+def test_the_larger_of_nan_and_a_number_is_the_number_as_on_a_gpu() -> None:
+    nan = float("nan")
+    x, y = torch.tensor([nan, 1.0, nan, -2.0]), torch.tensor([3.0, nan, nan, 5.0])
+    larger, smaller, kept = (torch.empty(4) for _ in range(3))
+    with launch_context(x):
+        _compare_kernel[(1,)](x, y, larger, smaller, kept, 4)
+    expected = torch.tensor([3.0, 1.0, nan, 5.0]), torch.tensor([3.0, 1.0, nan, -2.0])
+    torch.testing.assert_close((larger, smaller), expected, equal_nan=True)
+    assert kept.isnan().tolist() == [True, True, True, False]
+
+
 def test_every_number_is_rounded_as_pytorch_rounds_it() -> None:
     numbers = np.concatenate([(BITS << 16) | lower for lower in LOWER]).astype(np.uint32).view(np.float32)
     expected = torch.from_numpy(numbers).bfloat16()

@@ -99,6 +99,12 @@ def build_bwd_constants(tile: Tile, heads: int, width: int) -> dict[str, int]:
 
 
 @triton.jit
+def relu(x):
+    """Return the larger of x and 0. NaN stays NaN, as in PyTorch; a GPU would return 0."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _fire_fwd_kernel(
     u_ptr,
     z_ptr,
@@ -127,7 +133,7 @@ def _fire_fwd_kernel(
     x = tl.load(u_ptr + n, mask=(n >= 0) & (columns < C), other=0.0) / tl.load(z_ptr + r)
     total = tl.zeros([BLOCK_H, BLOCK_N], tl.float32) + tl.load(b2_ptr + heads, mask=heads < H, other=0.0)[:, None]
     for k in range(0, W):
-        hidden = tl.maximum(tl.load(w1_ptr + k) * x + tl.load(b1_ptr + k), 0.0)
+        hidden = relu(tl.load(w1_ptr + k) * x + tl.load(b1_ptr + k))
         total += tl.load(w2_ptr + heads * W + k, mask=heads < H, other=0.0)[:, None] * hidden[None, :]
     total = tl.where((n >= 0)[None, :], total, above)
     address = out_ptr + heads.to(tl.int64)[:, None] * R * C + tl.cast(r, tl.int64) * C + columns[None, :]
@@ -184,7 +190,7 @@ def _fire_bwd_kernel(
             address = dout_ptr + heads.to(tl.int64)[:, None] * R * C + row + columns[None, :]
             grad = tl.load(address, mask=(heads < H)[:, None] & seen[None, :], other=0.0).to(tl.float32)
             before = x[:, None] * w1[None, :] + b1[None, :]
-            dw2 = tl.dot(grad, tl.maximum(before, 0.0), dw2, input_precision="ieee")
+            dw2 = tl.dot(grad, relu(before), dw2, input_precision="ieee")
             db2 += tl.sum(grad, 1)
             dbefore = tl.dot(tl.trans(grad), w2, input_precision="ieee")
             dbefore = tl.where(before > 0, dbefore, 0.0)

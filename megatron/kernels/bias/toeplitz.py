@@ -105,7 +105,7 @@ def _toeplitz_fwd_kernel(
     value = tl.load(table_ptr + h * N + n, mask=inside & (n >= 0), other=0.0)
     if SATURATE:
         infinite = tl.abs(value) == float("inf")
-        value = tl.where(infinite, value, tl.minimum(tl.maximum(value, -largest), largest))
+        value = tl.where(infinite, value, tl.clamp(value, -largest, largest, propagate_nan=tl.PropagateNan.ALL))
     value = tl.where(n >= 0, value, above)
     address = out_ptr + h * R * C + rows.to(tl.int64) * C + columns
     tl.store(address, value.to(out_ptr.dtype.element_ty), mask=inside)

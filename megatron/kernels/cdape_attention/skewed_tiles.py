@@ -20,9 +20,9 @@ FLOAT16_MAX = tl.constexpr(65504.0)
 
 @triton.jit
 def saturate(x, SATURATE: tl.constexpr):
-    """Clamp x to float16's range if that is the compute type."""
+    """Clamp x to float16's range if that is the compute type. NaN stays NaN, so that the loss shows it."""
     if SATURATE:
-        x = tl.minimum(tl.maximum(x, -FLOAT16_MAX), FLOAT16_MAX)
+        x = tl.clamp(x, -FLOAT16_MAX, FLOAT16_MAX, propagate_nan=tl.PropagateNan.ALL)
     return x
 
 

@@ -121,6 +121,24 @@ def test_float16_saturates_instead_of_overflowing(device: str) -> None:
     assert matrix[0, 2].tolist() == [float("-inf"), -65504.0, 0.0]
 
 
+def test_a_table_that_is_not_a_number_is_not_hidden_by_saturation(device: str) -> None:
+    table = torch.tensor([[0.0, float("nan"), 1.0]], device=device)
+    matrix = toeplitz_bias(table, 3, 3, dtype=torch.float16)
+    assert matrix[0].isnan().tolist() == [[False] * 3, [True, False, False], [False, True, False]]
+
+
+@pytest.mark.parametrize("name", ["c", "multiplier", "weight1", "bias1", "weight2"])
+def test_a_parameter_of_fire_that_is_not_a_number_shows_in_the_bias(name: str, device: str) -> None:
+    """As in PyTorch, whose relu keeps NaN. On a GPU the larger of NaN and 0 is 0."""
+    case = SMALL[0]
+    leaves = case.fire(device)
+    leaves[FIRE.index(name)].view(-1)[0] = float("nan")
+    out = fire_bias(*leaves, case.R, case.C, half_length=case.half_length)
+    expected = kernel_references.fire_bias(*leaves, case.R, case.C, half_length=case.half_length)
+    assert expected.isnan().any()
+    assert torch.equal(out.isnan(), expected.isnan())
+
+
 def _fire(case: Case, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     leaves = _leaves(case.fire(device))
     out = fire_bias(*leaves, case.R, case.C, half_length=case.half_length, offset=case.offset, dtype=dtype)

@@ -237,6 +237,15 @@ def test_saved_memory_is_linear_in_the_length(device: str) -> None:
     assert kept(32) < 2.1 * kept(16)
 
 
+@pytest.mark.parametrize("name", ["w1", "b1", "w2"])
+@pytest.mark.usefixtures("tall_tiles")
+def test_a_weight_that_is_not_a_number_shows_in_the_output(name: str, dtype: torch.dtype, device: str) -> None:
+    """In float16, hidden values are clamped, and on a GPU the smaller of NaN and a number is the number."""
+    arguments = dict(zip(NAMES[1:], (x.clone() for x in TINY.inputs(dtype, device)), strict=True))
+    arguments[name].view(-1)[0] = float("nan")
+    assert cdape_attention(**arguments).isnan().any()
+
+
 WRONG = [
     ({"offset": 1}, "offset is 1 with 5 rows and 5 columns"),
     ({"offset": -1}, "offset is -1"),
