@@ -140,7 +140,10 @@ inline uint32_t to_float16(float x) {
   memcpy(&bits, &half, 2);
   return bits;
 }
-inline uint32_t to_exchange(float x) { return to_float16(std::fmax(-65504.0f, std::fmin(65504.0f, x))); }
+// Saturates, but keeps NaN like cvt.satfinite, so that a value that was never written is found behind a zero weight.
+inline uint32_t to_exchange(float x) {
+  return x != x ? 0x7fff : to_float16(std::fmax(-65504.0f, std::fmin(65504.0f, x)));
+}
 // All float16 numbers as floats: without hardware support, a table is several times as fast as a conversion.
 struct Float16Table {
   float v[1 << 16];

@@ -127,6 +127,15 @@ def test_large_numbers_saturate() -> None:
     assert (found.isfinite() | ~find_seen(shape)).all()
 
 
+def test_a_term_that_is_not_a_number_shows_in_the_logits() -> None:
+    """As on a GPU, whose conversion to float16 saturates but keeps NaN (PTX ISA, cvt.satfinite)."""
+    shape = Shape(1, 9, 17, 16, 0)
+    inputs = build_logit_inputs(shape)
+    inputs.operands.contributions.fill_(torch.nan)
+    found, _ = run(inputs, FORWARD_CASES[0], Launcher())
+    assert (found.isnan() | ~find_seen(shape)).all()
+
+
 FAULTS = {
     "a missing barrier": (
         "table_group);\n    barrier(memory);\n    last",
