@@ -74,6 +74,14 @@ class CudaCapture:
         """Wait for the device."""
         torch.cuda.synchronize()
 
+    def is_usable(self) -> bool:
+        """Return True if the device still works. An illegal address makes it unusable for the whole process."""
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:
         """Make operations in the context that wait for the device raise RuntimeError."""

@@ -31,7 +31,7 @@ from megatron.data.torch_data import Batch
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.model.graphed_model import CudaCapture, GraphedModel, TrainingPasses
 from megatron.model.layer import has_hooks
-from megatron.utils.errors import UserError, describe_error, is_out_of_memory
+from megatron.utils.errors import RunError, UserError, describe_error, is_out_of_memory
 from megatron.utils.formatting import format_bytes
 from megatron.utils.project import find_own_path
 from megatron.utils.rounding import SAFETY_FACTOR
@@ -58,6 +58,8 @@ class GraphTrial:
     """Memory that the graphs keep, in bytes."""
     is_memory_short: bool = False
     """True if the graphs leave less memory than the run has needed so far."""
+    is_device_lost: bool = False
+    """True if the trial made the device unusable for this process."""
 
 
 def plan_graph_trial(config: Config, device: torch.device) -> tuple[bool, str | None]:
@@ -77,18 +79,24 @@ def build_graphs(
 
     Raises:
         UserError: if `cuda_graph` is on and some rank cannot use graphs.
+        RunError: if the trial made a device unusable.
     """
     names = ("tokens", "labels", "loss_mask")
     tokens, labels, mask = (batch[name].to(groups.device) for name in names)
-    with torch.random.fork_rng(devices=[groups.device] if groups.device.type == "cuda" else []):
-        graphed, trial = try_graphs(
-            model,
-            tokens,
-            labels,
-            mask * (loss_scale / mask.sum().clamp(min=1)),
-            with_log_z=config.training.z_loss > 0,
-            requires_exactness=config.training.deterministic,
-        )
+    graphed, trial = None, GraphTrial()
+    try:
+        with torch.random.fork_rng(devices=[groups.device] if groups.device.type == "cuda" else []):
+            graphed, trial = try_graphs(
+                model,
+                tokens,
+                labels,
+                mask * (loss_scale / mask.sum().clamp(min=1)),
+                with_log_z=config.training.z_loss > 0,
+                requires_exactness=config.training.deterministic,
+            )
+    except RuntimeError:
+        if not trial.is_device_lost:  # an unusable device cannot restore its random state
+            raise
     is_taken, line = choose_graphs(config.training.cuda_graph, groups.gather_objects(trial))
     if not is_taken:
         graphed = None
@@ -104,10 +112,13 @@ def choose_graphs(mode: str, trials: Sequence[GraphTrial]) -> tuple[bool, str]:
 
     Raises:
         UserError: if the mode is `on` and some rank cannot use graphs.
+        RunError: if the trial made a device unusable.
     """
-    for rank, trial in enumerate(trials):
+    for rank, trial in sorted(enumerate(trials), key=lambda each: not each[1].is_device_lost):
         if trial.refusal is not None:
             reason = trial.refusal + (f" (rank {rank})" if rank else "")
+            if trial.is_device_lost:
+                raise RunError(f"CUDA graphs: {reason}, and the device is unusable; set cuda_graph=off")
             if mode == "on":
                 raise UserError(f"cuda_graph on: {reason}; use auto or off", "cuda_graph")
             return False, f"CUDA graphs: off; {reason}"
@@ -146,10 +157,11 @@ def try_graphs(
     Returns:
         The graphs, not installed, or None if they cannot be used, and the result of the trial.
     """
+    capture = build_capture()
     try:
-        return _try_graphs(model, tokens, labels, upstream, with_log_z, requires_exactness, build_capture())
+        return _try_graphs(model, tokens, labels, upstream, with_log_z, requires_exactness, capture)
     except (RuntimeError, MemoryError) as error:
-        return None, GraphTrial(_describe_failure(error))
+        return None, GraphTrial(_describe_failure(error), is_device_lost=not capture.is_usable())
 
 
 def _describe_failure(error: BaseException) -> str:

@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from megatron.config.validation import validate_config
 from megatron.distributed.hardware import LocalHardware
 from megatron.distributed.launcher_environment import RankInfo
 from megatron.distributed.mesh import ParallelSizes
-from megatron.distributed.process_groups import init_distributed
+from megatron.distributed.process_groups import ProcessGroups, init_distributed
 from megatron.model.graphed_model import GraphedModel, TrainingPasses
 from megatron.position.encodings.rotary import Rotary
+from megatron.training import graph_trial
 from megatron.training.engine import Engine
-from megatron.training.graph_trial import GraphTrial, choose_graphs, plan_graph_trial, try_graphs
+from megatron.training.graph_trial import GraphTrial, build_graphs, choose_graphs, plan_graph_trial, try_graphs
 from megatron.training.resolve_run import resolve_run
-from megatron.utils.errors import UserError
+from megatron.utils.errors import RunError, UserError
 
 GIB = 2**30
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -211,6 +214,34 @@ def test_a_failed_capture_is_reported_with_its_cause() -> None:
     trial = attempt(gpt(), Failing)[1]
     assert trial.refusal == "capture failed: RuntimeError: operation not permitted when stream is capturing"
     assert attempt(gpt(), Small)[1].refusal == "too little memory to capture them"
+
+
+class Lost(Failing):
+    """An operation accesses an illegal address."""
+
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def is_usable(self) -> bool:
+        return False
+
+
+def test_a_lost_device_ends_the_run_on_all_ranks_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def fork_rng(devices: list[Any]) -> Iterator[None]:
+        yield
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    trial = attempt(gpt(), Lost)[1]
+    assert trial.is_device_lost
+    message = "CUDA graphs: capture failed: RuntimeError: CUDA error: .* and the device is unusable; set cuda_graph=off"
+    for trials in ([trial], [FAST, trial], [GraphTrial("no memory"), trial]):
+        with pytest.raises(RunError, match=message):
+            choose_graphs("auto", trials)
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    for found, expected in ((trial, RunError), (FAST, RuntimeError)):
+        monkeypatch.setattr(graph_trial, "try_graphs", lambda *_, found=found, **__: (None, found))
+        with pytest.raises(expected):
+            build_graphs(config(0, "fp32"), gpt(), batch(0), ProcessGroups())
 
 
 FAST = GraphTrial(None, 0.0633, 0.00827, True, 2 * GIB)
