@@ -1,5 +1,6 @@
 """Every end of a command gives one line and an exit code."""
 
+import errno
 import os
 import runpy
 import shlex
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +122,37 @@ def test_unexpected_errors_are_not_interrupts(error: BaseException, capfd: pytes
     log = Path(line.rpartition(" ")[2].strip())
     assert type(error).__name__ in log.read_text().splitlines()[-1]
     log.unlink()
+
+
+def test_a_machine_without_a_folder_for_temporary_files(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], app
+) -> None:
+    """In a read-only container errors are one line too, although their traceback cannot be written."""
+
+    def draw() -> None:
+        with run_command.pass_errors_through():
+            try:
+                tempfile.mkdtemp()
+            except OSError as error:  # as matplotlib
+                raise OSError("a writable cache directory is required") from error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", None)
+        patch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc", "/sys/kernel"])
+        codes = [app(draw), app(fails(EOFError("ends too early")))]
+    assert codes == [1, 1]
+    first, second = capfd.readouterr().err.splitlines()
+    remedy = "set TMPDIR to a writable folder with free space"
+    assert first == f"error: temporary files cannot be written to /proc, /sys/kernel; {remedy}"
+    assert second.startswith("error: EOFError: ends too early; the traceback cannot be written (No usable temporary")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_reported_with_the_file(number: int, capfd: pytest.CaptureFixture[str], app) -> None:
+    assert app(fails(OSError(number, os.strerror(number), "out/log.txt"))) == 1
+    assert capfd.readouterr().err == f"error: out/log.txt: cannot be written ({os.strerror(number)})\n"
+    assert app(fails(OSError(number, os.strerror(number)))) == 1
+    assert capfd.readouterr().err == f"error: standard output: {os.strerror(number)}\n"
 
 
 @pytest.mark.parametrize(("place", "code"), [("/dev/full", 1), ("a pipe", 141)])

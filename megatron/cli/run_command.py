@@ -6,7 +6,6 @@ reader of its output stopped.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -26,13 +25,14 @@ from megatron.cli.help_page import describe_usage, list_shown_flags
 from megatron.position.catalog import MethodFileError
 from megatron.utils.console import redirect_to_null, set_ascii_fallback
 from megatron.utils.errors import (
+    FULL_DISK_ERRNOS,
     FarfieldError,
     FarfieldWarning,
     UserError,
+    describe_cause,
     describe_error,
-    describe_file_limit,
+    describe_exhaustion,
     escape_lines,
-    is_out_of_files,
     to_path_error,
 )
 from megatron.utils.formatting import suggest_names
@@ -96,7 +96,7 @@ def _run_app(app: Any, name: str) -> int:
             result = app(standalone_mode=False, prog_name=name)
             sys.stdout.flush()
         except PassThroughError as carrier:
-            raise carrier.error from None
+            raise carrier.error from carrier.error.__cause__
         return result if isinstance(result, int) else 0
     except FarfieldError as error:
         _print_error(str(error))
@@ -111,11 +111,10 @@ def _run_app(app: Any, name: str) -> int:
         if (path_error := to_path_error(error)) is not None:
             _print_error(str(path_error))
             return path_error.exit_code
-        # Errors of named files are reported where they are opened; this is standard output on a full disk.
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            _print_error(describe_file_limit() if is_out_of_files(error) else _write_traceback(error))
+        if error.errno not in FULL_DISK_ERRNOS or error.filename is not None:
+            _print_error(describe_exhaustion(error) or _write_traceback(error))
             return 1
-        redirect_to_null(1)
+        redirect_to_null(1)  # files have names; this is standard output on a full disk
         _print_error(f"standard output: {error.strerror}")
         return 1
     except SystemExit as error:
@@ -128,7 +127,7 @@ def _run_app(app: Any, name: str) -> int:
             if message := describe_usage_error(error):
                 _print_error(message)
             return 2
-        _print_error(describe_file_limit() if is_out_of_files(error) else _write_traceback(error))
+        _print_error(describe_exhaustion(error) or _write_traceback(error))
         return 1
 
 
@@ -140,9 +139,12 @@ def _print_error(message: str) -> None:
 
 def _write_traceback(error: BaseException) -> str:
     """Write the traceback to a file and return a message that names it."""
-    with tempfile.NamedTemporaryFile("w", prefix="farfield-", suffix=".log", delete=False, encoding="utf-8") as file:
-        traceback.print_exception(error, file=file)
-    return f"{describe_error(error)}; the traceback is in {file.name}"
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="farfield-", suffix=".log", delete=False, encoding="utf-8") as log:
+            traceback.print_exception(error, file=log)
+    except OSError as problem:
+        return f"{describe_error(error)}; the traceback cannot be written ({describe_cause(problem)})"
+    return f"{describe_error(error)}; the traceback is in {log.name}"
 
 
 def _prepare_streams() -> None:

@@ -39,10 +39,10 @@ from itertools import count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megatron.utils.errors import RunError, describe_cause
+from megatron.utils.errors import FULL_DISK_ERRNOS, RunError, describe_cause
 from megatron.utils.signals import clean_up_on_signal
 
-DISK_FULL_ERRORS = {os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+DISK_FULL_ERRORS = set(map(os.strerror, FULL_DISK_ERRNOS))
 """System error messages for a full disk. Errors of libraries may contain only the message (`errors.describe_cause`)."""
 
 PROGRESS_FILES = ("read", "progress.json", "lengths")

@@ -29,9 +29,8 @@ from megatron.utils.errors import (
     RunError,
     describe_cause,
     describe_error,
-    describe_file_limit,
+    describe_exhaustion,
     forbid_exits,
-    is_out_of_files,
     to_path_error,
 )
 from megatron.utils.signals import StoppedBySignal, clean_up_on_signal, describe_signal, request_stop
@@ -86,26 +85,25 @@ def redirect_to_null(descriptor: int) -> None:
     os.close(nowhere)
 
 
-class GuardedStream:
-    """Text stream that asks the run to stop if it can no longer be written, and discards further output.
+class LogStream:
+    """Text stream of a log that discards further output if it can no longer be written.
 
-    An exception would end the run in the middle of a step without saving. If no training is in progress, it raises
-    RunError.
+    The log is a copy of what commands print, so a full disk must not end their work.
+
+    Args:
+        stream: stream of the log.
+        on_error: called with the reason at the first failed write.
     """
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: IO[str], on_error: Callable[[str], object] = lambda reason: None) -> None:
         self._stream = stream
+        self._on_error = on_error
         self._error: OSError | None = None
-        self._is_stop_requested = False
 
     @property
     def problem(self) -> str | None:
-        """Reason why the stream cannot be written, or None.
-
-        It is None while the stream works, and if only the reader is gone: a closed pipe or terminal.
-        """
-        unread = (errno.EPIPE, errno.EIO)
-        return None if self._error is None or self._error.errno in unread else describe_cause(self._error)
+        """Reason why the stream cannot be written, or None."""
+        return None if self._error is None else describe_cause(self._error)
 
     def write(self, text: str) -> int:
         return self._guard(lambda: self._stream.write(text)) or len(text)
@@ -117,12 +115,37 @@ class GuardedStream:
         return getattr(self._stream, name)
 
     def _guard(self, work: Callable[[], Any]) -> Any:
-        result = None
         try:
-            result = work()
+            return work()
         except OSError as error:
             self._error = error
             redirect_to_null(self._stream.fileno())
+            self._on_error(describe_cause(error))
+            return None
+
+
+class GuardedStream(LogStream):
+    """Text stream that asks the run to stop if it can no longer be written, and discards further output.
+
+    An exception would end the run in the middle of a step without saving. If no training is in progress, it raises
+    RunError.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__(stream)
+        self._is_stop_requested = False
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why the stream cannot be written, or None.
+
+        It is None while the stream works, and if only the reader is gone: a closed pipe or terminal.
+        """
+        unread = (errno.EPIPE, errno.EIO)
+        return None if self._error is None or self._error.errno in unread else describe_cause(self._error)
+
+    def _guard(self, work: Callable[[], Any]) -> Any:
+        result = super()._guard(work)
         # The first error may have been raised in another thread, before there was a training to stop.
         if self._error is not None and not self._is_stop_requested:
             self._is_stop_requested = request_stop()
@@ -259,9 +282,11 @@ def log_traceback(log: Path) -> Iterator[None]:
         traceback.print_exc()
         if (unusable := to_path_error(error)) is not None:
             raise unusable from error
-        if is_out_of_files(error):
-            raise RunError(describe_file_limit()) from error
-        raise UnexpectedError(f"{describe_error(error)}; the traceback is in {log}") from error
+        if (line := describe_exhaustion(error)) is not None:
+            raise RunError(line) from error
+        problem = getattr(sys.stderr, "problem", None)
+        where = f"is in {log}" if problem is None else f"cannot be written to {log} ({problem})"
+        raise UnexpectedError(f"{describe_error(error)}; the traceback {where}") from error
 
 
 @contextmanager
@@ -284,12 +309,18 @@ def run_console(log: Path, *, silent: bool = False) -> Iterator[Console]:
             open(
                 os.devnull if silent else os.dup(saved[0]), "w", encoding=encoding, errors=ASCII_FALLBACK
             ) as user_file,
-            redirect_stdout(log_file),  # Python's streams may not be descriptors 1 and 2: notebooks, pytest
-            redirect_stderr(log_file),
         ):
-            width = None if user_file.isatty() else DEFAULT_WIDTH
-            plain = Console(file=log_file, width=DEFAULT_WIDTH, color_system=None, force_terminal=False)
-            yield RunConsole(log=plain, file=user_file, width=width)
+
+            def show_problem(reason: str) -> None:
+                with suppress(OSError):
+                    print(f"note: {log} is incomplete from here: {reason}", file=user_file, flush=True)
+
+            stream: Any = LogStream(log_file, show_problem)
+            # Python's streams may not be descriptors 1 and 2: notebooks, pytest.
+            with redirect_stdout(stream), redirect_stderr(stream):
+                width = None if user_file.isatty() else DEFAULT_WIDTH
+                plain = Console(file=stream, width=DEFAULT_WIDTH, color_system=None, force_terminal=False)
+                yield RunConsole(log=plain, file=user_file, width=width)
     finally:
         _flush()
         for descriptor, original in zip((1, 2), saved, strict=True):

@@ -181,6 +181,28 @@ def describe_file_limit() -> str:
     return line
 
 
+FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""System errors of a full disk, an exhausted quota, and a file above the maximum size."""
+
+
+def describe_exhaustion(error: BaseException) -> str | None:
+    """Describe in one line what ran out: open files, folders for temporary files, or the space for a named file.
+
+    Returns None for other errors. Python reports that no folder for temporary files can be written to as a missing
+    file without a name.
+    """
+    if is_out_of_files(error):
+        return describe_file_limit()
+    for cause in _iter_causes(error):
+        _, found, folders = str(getattr(cause, "strerror", "")).partition("No usable temporary directory found in ")
+        if found:
+            names = folders.strip("[]").replace("'", "")
+            return f"temporary files cannot be written to {names}; set TMPDIR to a writable folder with free space"
+    if isinstance(error, OSError) and error.errno in FULL_DISK_ERRNOS and error.filename is not None:
+        return f"{shorten_text(os.fsdecode(error.filename))}: cannot be written ({error.strerror})"
+    return None
+
+
 def check_file_limit(needed: int) -> None:
     """Raise RunError if this process may open fewer files than it needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

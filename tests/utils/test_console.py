@@ -42,6 +42,26 @@ def test_output_of_libraries_goes_to_the_log(tmp_path: Path, capfd):
     assert "after" not in text
 
 
+def test_a_log_on_a_full_disk_does_not_end_the_work(capfd):
+    """The log is a copy: a note is printed once, and the work and its errors are unaffected."""
+    log = Path("/dev/full")
+
+    def work() -> None:
+        with run_console(log) as console, log_traceback(log):
+            console.print("step 1")
+            print("python noise", flush=True)
+            console.print("step 2")
+            raise ValueError("no")
+
+    problem = r"the traceback cannot be written to /dev/full \(No space left on device\)"
+    with pytest.raises(UnexpectedError, match=rf"^ValueError: no; {problem}$"):
+        work()
+    out, err = capfd.readouterr()
+    note = "note: /dev/full is incomplete from here: No space left on device"
+    assert sorted(out.splitlines()) == [note, "step 1", "step 2"]
+    assert err == ""
+
+
 def test_streams_are_restored_after_an_error(tmp_path: Path, capfd):
     def fail() -> None:
         with run_console(tmp_path / "log.txt"):
