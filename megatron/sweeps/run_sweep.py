@@ -149,8 +149,8 @@ def run_sweep(
         try:
             with acknowledge_signals(log, STOPPING_MESSAGE):
                 return _run_members(sweep, progress_console, log, member, array, retry_failed)
-        except (KeyboardInterrupt, StoppedBySignal):
-            log(f"stopped; {RESUME_HINT}")
+        except (KeyboardInterrupt, StoppedBySignal) as stop:
+            stop.add_note(RESUME_HINT)
             raise
 
 

@@ -184,13 +184,11 @@ class JsonLines:
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
-        try:
+        with _describe_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             past = [line for line, record in read_metrics_log(path) if _is_kept(record, first_step)]
             write_text_atomically(path, "".join(past))
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        except OSError as error:
-            raise RunError(f"{path}: cannot be written ({error.strerror or error})") from None
 
     def report_training(self, record: TrainRecord) -> None:
         self._write(record.to_dict())
@@ -202,14 +200,22 @@ class JsonLines:
         self._write(record.to_dict())
 
     def _write(self, values: dict[str, Any]) -> None:
-        try:
+        with _describe_write_errors(self.path):
             self._file.write(json.dumps(_drop_infinities(values), allow_nan=False) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise RunError(f"{self.path}: cannot be written ({error.strerror or error})") from None
 
     def close(self) -> None:
-        self._file.close()
+        with _describe_write_errors(self.path):  # a line that could not be written is tried again
+            self._file.close()
+
+
+@contextmanager
+def _describe_write_errors(path: str | Path) -> Iterator[None]:
+    """Raise RunError with the path if a reporter, or TensorBoard's thread, could not write."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def _drop_infinities(value: Any) -> Any:
@@ -233,10 +239,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UserError(NO_TENSORBOARD) from None
-        try:
+        with _describe_write_errors(folder):
             self._writer = SummaryWriter(folder, purge_step=purge_step)
-        except OSError as error:
-            raise RunError(f"{folder}: cannot be written ({error.strerror or error})") from None
 
     def report_training(self, record: TrainRecord) -> None:
         self._write_scalars("train", record.to_dict())
@@ -246,25 +250,17 @@ class TensorBoard:
         self._write_scalars(values["kind"], values)
 
     def report_divergence(self, record: DivergenceRecord) -> None:
-        with self._describe_errors():
+        with _describe_write_errors(self._folder):
             self._writer.add_text("diverged", record.reason, record.step)
 
     def _write_scalars(self, group: str, values: dict[str, Any]) -> None:
-        with self._describe_errors():
+        with _describe_write_errors(self._folder):
             for name, value in list_scalars(values).items():
                 self._writer.add_scalar(f"{group}/{name}", value, values["step"])
 
     def close(self) -> None:
-        with self._describe_errors():
+        with _describe_write_errors(self._folder):
             self._writer.close()
-
-    @contextmanager
-    def _describe_errors(self) -> Iterator[None]:
-        """Raise RunError if TensorBoard's thread could not write."""
-        try:
-            yield
-        except OSError as error:
-            raise RunError(f"{self._folder}: cannot be written ({error.strerror or error})") from None
 
 
 class Tracker:

@@ -68,8 +68,9 @@ def build_signal_exception(signum: int) -> BaseException:
 
 
 def describe_signal(error: BaseException) -> str:
-    """Return the message for an exception of `build_signal_exception`."""
-    return str(error) if isinstance(error, StoppedBySignal) else "interrupted"
+    """Return the message for an exception of `build_signal_exception`, with its notes, such as how to resume."""
+    ending = str(error) if isinstance(error, StoppedBySignal) else "interrupted"
+    return "; ".join([ending, *getattr(error, "__notes__", ())])
 
 
 BEFORE_WORK = "before any work; nothing was changed"

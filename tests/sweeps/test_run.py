@@ -25,7 +25,7 @@ from megatron.sweeps.spec import read_sweep
 from megatron.training import check_resources
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.progress import WaitAnnouncer
-from megatron.utils.signals import StoppedBySignal, convert_signals_to_exceptions
+from megatron.utils.signals import StoppedBySignal, convert_signals_to_exceptions, describe_signal
 
 from .conftest import BASE, Initialiser, Trainer, run, write
 
@@ -208,12 +208,11 @@ def test_a_stopped_sweep_prints_how_to_resume(trainer: Trainer, monkeypatch: pyt
     monkeypatch.setattr(sweeps, "_build_line_printer", lambda console: output.append)
     for number, ending in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, StoppedBySignal)):
         monkeypatch.setattr(member_run, "train_in_subprocess", lambda *_, number=number: signal.raise_signal(number))
-        with convert_signals_to_exceptions(), pytest.raises(ending):
+        with convert_signals_to_exceptions(), pytest.raises(ending) as stopped:
             run()
-        assert output[-2:] == [
-            "stopping; running trainings save first; repeat to stop immediately",
-            "stopped; run the same command to resume",
-        ]
+        assert output[-1] == "stopping; running trainings save first; repeat to stop immediately"
+        name = "interrupted" if number == signal.SIGINT else "stopped by SIGTERM"
+        assert describe_signal(stopped.value) == f"{name}; run the same command to resume"
         output.clear()
 
 

@@ -106,6 +106,15 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         JsonLines(tmp_path / "file" / "metrics.jsonl", 0)
 
 
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path) -> None:
+    """Closing tries to write the last line again, and is no unexpected error either."""
+    reporter = JsonLines(tmp_path / "metrics.jsonl", 0)
+    reporter._file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+    for work in (lambda: reporter.report_training(record(1)), reporter.close):
+        with pytest.raises(RunError, match=r"metrics.jsonl: cannot be written \(No space left on device\)$"):
+            work()
+
+
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
