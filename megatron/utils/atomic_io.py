@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -83,7 +82,8 @@ def check_new_folder(key: str, folder: Path) -> None:
             if not missing.exists():
                 raise UserError(f"{key} is {folder}, but {missing} does not exist; leave out {missing}/..")
         check_no_file_in_path(key, folder)
-        _create_temporary_file(folder.resolve().parent)
+        target = folder.resolve()
+        _create_temporary_file(target.parent, target.name)
 
 
 def check_new_file(key: str, file: Path) -> None:
@@ -92,7 +92,7 @@ def check_new_file(key: str, file: Path) -> None:
         if file.is_dir():
             raise UserError(f"{key} is {file}, which is a folder; name a file")
         check_no_file_in_path(key, file.parent, file)
-        _create_temporary_file(file.parent)
+        _create_temporary_file(file.parent, file.name)
 
 
 @contextmanager
@@ -104,12 +104,24 @@ def _name_path(key: str, path: Path, advice: str) -> Iterator[None]:
         raise _build_write_error(key, path, error, advice) from error
 
 
-def _create_temporary_file(folder: Path) -> None:
+def _create_temporary_file(folder: Path, name: str = "") -> None:
     """Create and remove a file in the innermost folder of a path that exists.
 
     Permissions are not sufficient: /proc has write permission, but is not writable.
+
+    Args:
+        folder: folder to write to.
+        name: name of the file or folder to be written. It may be too long for the temporary name that contains it.
     """
-    tempfile.TemporaryFile(dir=next(path for path in (folder, *folder.parents) if path.exists())).close()
+    parent = next(path for path in (folder, *folder.parents) if path.exists())
+    temporary = _build_temporary_path(parent / (name or "farfield"))
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    temporary.unlink()
+
+
+def _build_temporary_path(path: Path) -> Path:
+    """Return the path of a new temporary file. A process ID is not unique, because hosts may share the folder."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
 
 
 def _build_write_error(key: str, path: Path, error: OSError, advice: str = NAME_ANOTHER) -> UserError:
@@ -182,8 +194,7 @@ def write_bytes_atomically(path: str | Path, content: bytes, *, must_be_new: boo
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; it must be the path of a file")
-    # A process ID is not unique, because hosts may share the folder.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    temporary = _build_temporary_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb") as file:

@@ -2,11 +2,18 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron.utils.atomic_io import check_no_foreign_files, parse_json, write_text_atomically
+from megatron.utils.atomic_io import (
+    check_new_file,
+    check_new_folder,
+    check_no_foreign_files,
+    parse_json,
+    write_text_atomically,
+)
 from megatron.utils.errors import UserError
 from megatron.utils.project import get_farfield_version
 
@@ -65,3 +72,18 @@ def test_processes_of_two_hosts_have_temporary_files_of_their_own(
     monkeypatch.setattr("os.fsync", write_meanwhile)
     write_text_atomically(tmp_path / "file", "first")
     assert (tmp_path / "file").read_text() == "first"
+
+
+@pytest.mark.parametrize("check", [check_new_file, check_new_folder])
+def test_a_name_too_long_for_its_temporary_name_is_rejected_at_once(
+    check: Callable[[str, Path], None], tmp_path: Path
+) -> None:
+    """A system that accepts 255 bytes also needs room for the temporary name of a file that is written atomically."""
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX")
+    check("--output", tmp_path / "missing" / ("n" * (longest - 18)))
+    with pytest.raises(UserError, match=r"^--output is .*n, which cannot be written to \(File name too long\); name "):
+        check("--output", tmp_path / ("n" * longest))
+    write_text_atomically(tmp_path / ("n" * (longest - 18)), "complete")
+    with pytest.raises(UserError, match=r"File name too long"):
+        check("--output", tmp_path / ("中" * (longest // 3)))
+    assert [path.name for path in tmp_path.iterdir()] == ["n" * (longest - 18)]
