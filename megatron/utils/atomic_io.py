@@ -92,7 +92,8 @@ def check_new_file(key: str, file: Path) -> None:
         if file.is_dir():
             raise UserError(f"{key} is {file}, which is a folder; name a file")
         check_no_file_in_path(key, file.parent, file)
-        _create_temporary_file(file.parent, file.name)
+        target = _follow_link(file)
+        _create_temporary_file(target.parent, target.name)
 
 
 @contextmanager
@@ -184,6 +185,8 @@ def parse_json(text: str | bytes) -> Any:
 def write_bytes_atomically(path: str | Path, content: bytes, *, must_be_new: bool = False) -> Path:
     """Write `content` to `path`, creating its folders. Readers see the old or the new file, never a partial one.
 
+    A symbolic link stays, and the file that it names is written.
+
     Args:
         must_be_new: never replace a file, not even one written by another process in the meantime.
 
@@ -194,17 +197,18 @@ def write_bytes_atomically(path: str | Path, content: bytes, *, must_be_new: boo
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: is a folder; it must be the path of a file")
-    temporary = _build_temporary_path(path)
+    target = _follow_link(path)
+    temporary = _build_temporary_path(target)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if must_be_new:
-            _link_new(temporary, path)
+            _link_new(temporary, target)
         else:
-            os.replace(temporary, path)
+            os.replace(temporary, target)
     except (PermissionError, FileExistsError, NotADirectoryError) as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
     except OSError as error:
@@ -213,6 +217,11 @@ def write_bytes_atomically(path: str | Path, content: bytes, *, must_be_new: boo
         with contextlib.suppress(OSError):
             temporary.unlink()
     return path
+
+
+def _follow_link(path: Path) -> Path:
+    """Return the path that a symbolic link names, whether or not it exists; other paths are returned unchanged."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _link_new(temporary: Path, path: Path) -> None:

@@ -87,3 +87,18 @@ def test_a_name_too_long_for_its_temporary_name_is_rejected_at_once(
     with pytest.raises(UserError, match=r"File name too long"):
         check("--output", tmp_path / ("中" * (longest // 3)))
     assert [path.name for path in tmp_path.iterdir()] == ["n" * (longest - 18)]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_symbolic_link_stays_and_its_target_is_written(exists: bool, tmp_path: Path) -> None:
+    """A results file may be linked to a larger disk."""
+    target, link = tmp_path / "disk" / "results.json", tmp_path / "results.json"
+    link.symlink_to("disk/results.json")
+    if exists:
+        target.parent.mkdir()
+        target.write_text("old")
+    check_new_file("--output", link)
+    write_text_atomically(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert [path.name for path in target.parent.iterdir()] == ["results.json"]
