@@ -6,6 +6,7 @@ A home folder shared by different machines gets one library per kind. Callers fa
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -94,9 +95,15 @@ def run_compiler(command: Sequence[str]) -> None:
 
     Raises:
         CompileError: if it fails, with its first error.
+        OSError: if the disk is full, so that the caller may try another folder.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # In other languages its errors are named by other words.
+    environment = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
+        for number in (errno.ENOSPC, errno.EDQUOT):
+            if os.strerror(number) in done.stderr:
+                raise OSError(number, os.strerror(number))
         output = done.stderr.strip().splitlines() or ["no message"]
         error = next((line for line in output if "error" in line), output[0])
         raise CompileError(f"{Path(command[0]).name} failed: {error}")
@@ -118,6 +125,18 @@ def open_cache_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():
         raise OSError(f"{folder} belongs to another user")
+
+
+def store_file(path: Path, content: bytes) -> None:
+    """Write a file of a cache folder. Other processes see the whole file or none, and a full disk leaves nothing.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:
+        written = Path(own) / path.name
+        written.write_bytes(content)
+        written.replace(path)
 
 
 def hash_sources(sources: Sequence[Path], command: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """C code compiled at run time: once, cached, rebuilt if damaged, and skipped if there is no compiler."""
 
 import pwd
+import resource
 import shutil
 from pathlib import Path
 
@@ -84,3 +85,45 @@ def test_libraries_are_built_without_a_writable_home_folder(
     monkeypatch.setattr(jit_build.tempfile, "gettempdir", lambda: str(tmp_path))
     assert build_library(folder).answer() == 42
     assert list(tmp_path.glob("farfield-*/op-*.so"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_full", ["home", "both"])
+def test_a_full_home_folder_is_replaced_by_the_temporary_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: str
+) -> None:
+    """The linker's error for a full disk is not an error in the sources."""
+    compiler, full = jit_build.find_compiler(), tmp_path / "cache" if is_full == "home" else tmp_path
+    script = tmp_path / "cc"
+    script.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *"-o {full}"*)\n'
+        "  echo '/usr/bin/ld: final link failed: No space left on device' >&2\n"
+        "  echo 'collect2: error: ld returned 1 exit status' >&2\n"
+        "  exit 1;;\n"
+        f'esac\nexec {compiler} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(jit_build, "find_compiler", lambda: str(script))
+    monkeypatch.setattr(jit_build.tempfile, "gettempdir", lambda: str(tmp_path))
+    if is_full == "home":
+        assert build_library(folder).answer() == 42
+        assert list(tmp_path.glob("farfield-*/op-*.so"))
+    else:
+        with pytest.raises(CompileError, match=r"cannot be stored or loaded: .*No space left on device"):
+            build_library(folder)
+    assert _kept(tmp_path) == []
+
+
+def test_a_full_disk_leaves_no_part_of_a_cached_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            jit_build.store_file(tmp_path / "kernel.cubin", bytes(2 << 20))
+        assert list(tmp_path.iterdir()) == []
+        jit_build.store_file(tmp_path / "kernel.cubin", b"code")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["kernel.cubin"]
+    assert (tmp_path / "kernel.cubin").read_bytes() == b"code"

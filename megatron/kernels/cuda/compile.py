@@ -8,7 +8,6 @@ launch uses the current device and stream, through the driver that torch has loa
 import ctypes
 import fcntl
 import hashlib
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.kernels.jit_build import CompileError, iter_cache_folders, open_cache_folder
+from megatron.kernels.jit_build import CompileError, iter_cache_folders, open_cache_folder, store_file
 from megatron.kernels.runtime import get_current_device
 
 LANGUAGE = Path(__file__).parent
@@ -71,10 +70,8 @@ def compile_kernel(kernel: CudaKernel, arch: int) -> tuple[bytes, str]:
                 code, name = folder / f"{stem}.cubin", folder / f"{stem}.name"
                 if not (code.exists() and name.exists()):
                     made = _compile(nvrtc, kernel.header, headers, expression, flags)
-                    for path, content in ((code, made[0]), (name, made[1].encode())):
-                        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-                            file.write(content)
-                        Path(file.name).replace(path)
+                    store_file(code, made[0])
+                    store_file(name, made[1].encode())
                 return code.read_bytes(), name.read_text(encoding="ascii")
         except OSError:
             continue  # this folder cannot be used as a cache
