@@ -15,7 +15,8 @@ import numpy as np
 from megatron.checkpoint.trained_run import TrainedRun
 from megatron.config.schema import Config
 from megatron.data.blend import compute_sequence_range, list_split_prefixes
-from megatron.data.corpus.sources import SUFFIXES, iter_raw_documents, scan_sources
+from megatron.data.corpus.hub_dataset import HUB_PREFIX
+from megatron.data.corpus.sources import BUILT_IN_SOURCES, SUFFIXES, iter_raw_documents, scan_sources
 from megatron.data.corpus.tokenize_worker import ChunkEncoder, encode_chunks, iter_chunks
 from megatron.data.corpus_metadata import CORPUS_FILE, get_split_basename, read_corpus
 from megatron.data.datasets import load_token_stream
@@ -153,6 +154,13 @@ def _find_dataset(path: Path) -> Path:
         check_reachable(path)
         files = [file for suffix in (".bin", ".idx") for file in path.parent.glob(f"{path.name}*{suffix}")]
         if not path.exists() and not files:
+            name = str(path)
+            if name in BUILT_IN_SOURCES or name.startswith(HUB_PREFIX):
+                folder = f"data/{Path(name.removeprefix(HUB_PREFIX)).name.partition(':')[0]}"
+                raise UserError(
+                    f"{name}: a source of `prepare`; --data expects a file or a corpus, such as that of "
+                    f"`./deepy.py prepare {name} -o {folder}`"
+                )
             raise UserError(
                 f"{path}: no such file or folder; {suggest_path(path)}--data expects a file ({', '.join(SUFFIXES)}), a "
                 "corpus, or a dataset"

@@ -210,8 +210,13 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
         ("fox.md", r"fox.md: its suffix must be \.txt, \.jsonl"),
         ("empty.txt", "empty.txt: no text found"),
         ("nothing.txt", r"nothing.txt: no such file or folder; --data expects a file \(.txt"),
+        (
+            "shakespeare",
+            "shakespeare: a source of `prepare`; --data expects .* prepare shakespeare -o data/shakespeare`$",
+        ),
+        ("hf:allenai/c4:en", "hf:allenai/c4:en: a source of .*`./deepy.py prepare hf:allenai/c4:en -o data/c4`$"),
     ):
-        if not data.startswith("nothing"):
+        if data in ("fox.md", "empty.txt"):
             Path(data).write_text("")
         with pytest.raises(UserError, match=message):
             evaluated([run], [8], data=data)
