@@ -55,6 +55,7 @@ def load_library(name: str, command: Sequence[str]) -> ctypes.CDLL:
     Raises:
         CompileError: if the compiler failed, or the library cannot be stored or loaded.
     """
+    failed: OSError | str = "no folder is writable"
     for cache_folder in iter_cache_folders():
         try:
             return _load(cache_folder, name, command)
@@ -113,7 +114,8 @@ def iter_cache_folders() -> Iterator[Path]:
     """Yield possible cache folders: the user's cache folder, then a folder of this user in the temporary folder."""
     with contextlib.suppress(RuntimeError):  # Path.home fails for a user without a home folder
         yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfield"
-    yield Path(tempfile.gettempdir()) / f"farfield-{os.getuid()}"
+    with contextlib.suppress(FileNotFoundError):  # no folder for temporary files is writable
+        yield Path(tempfile.gettempdir()) / f"farfield-{os.getuid()}"
 
 
 def open_cache_folder(folder: Path) -> None:

@@ -88,6 +88,20 @@ def test_libraries_are_built_without_a_writable_home_folder(
 
 
 @needs_compiler
+def test_callers_fall_back_if_no_folder_is_writable(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a read-only container C code is not available, which is no error."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(jit_build.tempfile, "tempdir", None)
+    monkeypatch.setattr(jit_build.tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(CompileError, match="cannot be stored or loaded: no folder is writable"):
+        build_library(folder)
+
+
+@needs_compiler
 @pytest.mark.parametrize("is_full", ["home", "both"])
 def test_a_full_home_folder_is_replaced_by_the_temporary_folder(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: str
