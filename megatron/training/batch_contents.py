@@ -283,11 +283,20 @@ class BatchHistory:
         stored, state = read_config(path), TrainerState() if last is None else TrainerState.read(last)
         config = resolve_data_paths(stored, last or layout.get_checkpoint_path(self.run, 0), state.directory)
         if config.training.stages and config.data != stored.data:
-            where = state.directory or "the working directory of its training"
-            raise UserError(f"{self.run}: its data were moved; run this command in {where}")
+            raise UserError(f"{self.run}: its data were moved; {_advise_on_moved_data(stored, config)}")
         folder = str(self.run)
         config = config.replace(save=folder, load=folder, finetune=False, rollback=False)
         plan = plan_start(config, ProcessGroups(), sizes=state.sizes, checksums=False)
         steps = plan.resume.stage.end_step - plan.data_position.step
         read = plan.data_position.samples + max(0, steps) * (plan.config.training.train_batch_size or 1)
         return DataOrder(plan.config, plan.data_position, read)
+
+
+def _advise_on_moved_data(stored: Config, resolved: Config) -> str:
+    """Return how to make the paths of a configuration and of its stages valid, if the data were found elsewhere."""
+    pairs = zip(list_dataset_prefixes(stored.data), list_dataset_prefixes(resolved.data), strict=True)
+    for old, new in pairs:
+        if old != new:
+            folder = new.removesuffix(f"{os.sep}{os.path.normpath(old)}")
+            return f"run this command in {folder}" if folder != new else f"link {old}.bin and .idx to those of {new}"
+    return "run this command in the working directory of its training"

@@ -138,6 +138,31 @@ def test_validation_sets_of_a_tree_that_was_moved(corpus: Path, tmp_path: Path, 
     assert [find_batches(run, step) for step in (2, 3)] == [[batch] for batch in read[1:3]]
 
 
+@pytest.mark.parametrize("is_relative", [True, False])
+def test_a_staged_run_after_its_last_checkpoint_whose_tree_was_moved(
+    corpus: Path, tmp_path: Path, read: list[list[Micro]], monkeypatch: pytest.MonkeyPatch, is_relative: bool
+) -> None:
+    """The stages name the data by their old paths: the error says how to make these valid, in folders that exist."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    shutil.copytree(corpus, old / "corpus")
+    monkeypatch.chdir(old)
+    base = Path() if is_relative else old
+    keys = {**CASES["stages of other lengths, data and batches"], **blend(base / "corpus"), "checkpoint_factor": 5}
+    del keys["blend"]
+    run_training(tiny_config(base / "corpus", base / "run", num_workers=0, train_iters=6, **keys))
+    monkeypatch.chdir(tmp_path)
+    old.rename(new)
+    shutil.rmtree(new / "run" / "checkpoints" / layout.format_checkpoint_name(6))
+    advice = (
+        f"run this command in {new}" if is_relative else rf"link {old}/corpus/.*\.bin and .idx to those of {new}/corpus"
+    )
+    with pytest.raises(UserError, match=f"new/run: its data were moved; {advice}"):
+        find_batches(Path("new/run"), 6)
+    if is_relative:
+        monkeypatch.chdir(new)
+        assert find_batches(Path("run"), 6) == [read[5]]
+
+
 def test_a_run_without_checkpoints(corpus: Path, tmp_path: Path, read: list[list[Micro]]) -> None:
     run_training(tiny_config(corpus, tmp_path, num_workers=0))
     shutil.rmtree(tmp_path / "checkpoints")
