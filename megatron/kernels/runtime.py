@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Compute types of kernels; they accumulate in float32."""
 INPUT_PRECISION = "ieee"
 """Precision of float32 matrix products: IEEE, no TF32. Half types are not affected."""
-MAX_PAIRS = 65535
+MAX_HEADS_IN_BATCH = 65535
 """Maximum number of sequences times heads: CUDA's limit for the second and third dimension of a grid."""
 MAX_EXACT_KEYS = 4096
 """Maximum number of launches cached by their exact integers. The cache is cleared when it is full."""
@@ -52,10 +52,10 @@ class Tile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
-def check_pairs(batch: int, heads: int) -> None:
+def check_heads_in_batch(batch: int, heads: int) -> None:
     """Raise ValueError if a grid cannot have a program for each head of each sequence."""
-    if batch * heads > MAX_PAIRS:
-        raise ValueError(f"{batch} sequences of {heads} heads; batch times heads must be at most {MAX_PAIRS}")
+    if batch * heads > MAX_HEADS_IN_BATCH:
+        raise ValueError(f"{batch} sequences of {heads} heads; batch times heads must be at most {MAX_HEADS_IN_BATCH}")
 
 
 def cdiv(count: int, block: int) -> int:

@@ -232,7 +232,7 @@ def select_kernel(inputs: AttentionInputs, table: ScoreTerms) -> SelectedKernel:
         return SelectedKernel(KernelChoice.PYTORCH, "randomized positions")
     if inputs.key_mask is not None:
         return SelectedKernel(KernelChoice.PYTORCH, "padding")
-    if inputs.q.shape[0] * inputs.q.shape[1] > (limit := _get_max_pairs()):  # many short sequences
+    if inputs.q.shape[0] * inputs.q.shape[1] > (limit := _get_max_heads_in_batch()):  # many short sequences
         return SelectedKernel(KernelChoice.PYTORCH, f"more than {limit:,} heads in all sequences together")
     if inputs.processor is not None:
         if fire is not None:
@@ -271,10 +271,10 @@ def _describe_unsupported_tensor(x: Tensor) -> str | None:
     return None if x.dtype in DTYPES else str(x.dtype)
 
 
-def _get_max_pairs() -> int:
-    from megatron.kernels.runtime import MAX_PAIRS
+def _get_max_heads_in_batch() -> int:
+    from megatron.kernels.runtime import MAX_HEADS_IN_BATCH
 
-    return MAX_PAIRS
+    return MAX_HEADS_IN_BATCH
 
 
 def _get_fire_parameters(encoding: Encoding) -> FireParameters | None:

@@ -17,7 +17,15 @@ from megatron.kernels.biased_attention.backward_dq import _bwd_dq_kernel
 from megatron.kernels.biased_attention.forward import AllHeadRows, AttentionSizes, _fwd_kernel
 from megatron.kernels.biased_attention.tables import Tables, arrange_tables, find_shared_node, get_partial_sums
 from megatron.kernels.head_dim import MAX_HEAD_DIM
-from megatron.kernels.runtime import DTYPES, cdiv, check_pairs, get_arch, get_uncompiled_apply, launch, launch_context
+from megatron.kernels.runtime import (
+    DTYPES,
+    cdiv,
+    check_heads_in_batch,
+    get_arch,
+    get_uncompiled_apply,
+    launch,
+    launch_context,
+)
 
 
 def biased_attention(
@@ -395,7 +403,7 @@ def _check_qkv(q: TensorSignature, k: TensorSignature, v: TensorSignature) -> No
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together")
     if dim > MAX_HEAD_DIM:
         raise ValueError(f"head dimension {dim}; it must be at most {MAX_HEAD_DIM}")
-    check_pairs(batch, heads)
+    check_heads_in_batch(batch, heads)
 
 
 def _count_distances(q: TensorSignature, k: TensorSignature, offset: int, window: int | None) -> int:

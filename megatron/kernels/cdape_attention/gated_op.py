@@ -53,7 +53,13 @@ from megatron.kernels.cdape_attention.mixer_operands import Fragments
 from megatron.kernels.cdape_attention.term_sums import add_sums
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from megatron.kernels.cuda.compile import launch_kernel
-from megatron.kernels.runtime import check_pairs, get_arch, get_device_properties, get_uncompiled_apply, launch_context
+from megatron.kernels.runtime import (
+    check_heads_in_batch,
+    get_arch,
+    get_device_properties,
+    get_uncompiled_apply,
+    launch_context,
+)
 
 LIMITS = (SizeLimit(7, HEADS, WIDTH),)
 """Largest sizes with gates, whose terms are those of one group of heads and one part of the width."""
@@ -155,7 +161,7 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
     if args.is_linear or args.head_map is not None:
         raise ValueError("a bias of gates cannot be combined with a linear processor or a head map")
     check_shapes(args._replace(w1=args.w1[:, :heads]))
-    check_pairs(batch, heads)
+    check_heads_in_batch(batch, heads)
     if args.w1.shape[1] != 2 * heads or row_bias.shape != (batch, heads, rows) or key_bias.shape[2] < columns:
         raise ValueError(
             f"w1 is {list(args.w1.shape)}, row_bias {list(row_bias.shape)} and key_bias {list(key_bias.shape)}; "

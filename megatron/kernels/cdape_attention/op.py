@@ -29,7 +29,7 @@ from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_s
 from megatron.kernels.head_dim import MAX_HEAD_DIM
 from megatron.kernels.runtime import (
     DTYPES,
-    check_pairs,
+    check_heads_in_batch,
     get_arch,
     get_device_properties,
     get_uncompiled_apply,
@@ -102,7 +102,7 @@ def _check_limits(q: Tensor, k: Tensor, v: Tensor, w1: Tensor, offset: int, chun
         raise ValueError(
             f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be of one type: bfloat16, float16 or float32"
         )
-    check_pairs(*q.shape[:2])
+    check_heads_in_batch(*q.shape[:2])
     rows, dim = q.shape[2:]
     if dim > MAX_HEAD_DIM:
         raise ValueError(f"head dimension {dim}; it must be at most {MAX_HEAD_DIM}")
