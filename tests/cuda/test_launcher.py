@@ -1,8 +1,6 @@
 """A repeated launch uses the program that Triton itself would choose for its arguments."""
 
-import ctypes
 from itertools import product
-from threading import Thread
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,10 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron.kernels.cdape_attention.geometry import KernelForm, choose_kernel
-from megatron.kernels.cdape_attention.logit_kernels import LOGIT_KERNELS, MixerForwardArgs
-from megatron.kernels.cuda.compile import launch_kernel
-from megatron.kernels.runtime import Tile, get_arch, launch
+from megatron.kernels.runtime import Tile, launch
 
 
 class Rows(NamedTuple):
@@ -77,40 +72,3 @@ def test_a_hook_is_called_for_every_launch() -> None:
     finally:
         hook.remove(reported.append)
     assert len(reported) == 1
-
-
-def _run_in_new_threads(function: Any, count: int) -> list[str]:
-    """Call a function in threads that have not called CUDA, one after another. Return the errors."""
-    errors: list[str] = []
-
-    def run() -> None:
-        try:
-            function()
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    for _ in range(count):
-        thread = Thread(target=run)
-        thread.start()
-        thread.join()
-    return errors
-
-
-def test_a_kernel_is_loaded_and_launched_in_threads_without_a_context() -> None:
-    """PyTorch creates no context in a thread of autograd if the selected device is the first one."""
-    x = torch.zeros(64, device="cuda")
-    kernel = choose_kernel(LOGIT_KERNELS, KernelForm(1, 16, torch.bfloat16), get_arch(x))
-    assert kernel is not None
-    assert _run_in_new_threads(lambda: launch_kernel(kernel.code, (1, 1), MixerForwardArgs()), 2) == []
-    call = (x, x, Rows(None, 1), 5, 1.0)
-    assert _run_in_new_threads(lambda: _launched(call), 2) == []
-
-
-def test_the_driver_rejects_calls_in_a_thread_without_a_context() -> None:
-    """As CUDA does, so that such calls are found."""
-    driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-    results: list[int] = []
-    thread = Thread(target=lambda: results.append(driver.cuModuleLoadData(ctypes.byref(found), b"\x7fELF" + bytes(60))))
-    thread.start()
-    thread.join()
-    assert results == [201]

@@ -22,8 +22,6 @@ LANGUAGE = Path(__file__).parent
 FLAGS = ("--std=c++17",)
 MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
 """Values of the function attributes of these names in cuda.h."""
-INVALID_CONTEXT = 201
-"""The driver's error if the thread has no current context."""
 
 _Parameters = ctypes.c_void_p * 1
 
@@ -158,11 +156,7 @@ def launch_kernel(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.S
     parameters = _Parameters(ctypes.addressof(arguments))
     stream = torch._C._cuda_getCurrentRawStream(device)
     block = kernel.num_threads, 1, 1, kernel.shared_bytes
-    arguments_of_launch = function.handle, grid[1], grid[0], 1, *block, stream, parameters, None
-    result = function.launch(*arguments_of_launch)
-    if result == INVALID_CONTEXT:  # a thread's first launch, if PyTorch has not called the runtime in it
-        _use_primary_context(device, kernel)
-        result = function.launch(*arguments_of_launch)
+    result = function.launch(function.handle, grid[1], grid[0], 1, *block, stream, parameters, None)
     if result != 0:
         _check(result, kernel)
 
@@ -171,9 +165,9 @@ def launch_kernel(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.S
 def _load(kernel: CudaKernel, device: int) -> _Function:
     major, minor = torch.cuda.get_device_capability(device)
     code, name = compile_kernel(kernel, major * 10 + minor)
-    driver = _load_driver()
+    driver = ctypes.CDLL("libcuda.so.1")
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _use_primary_context(device, kernel)
+    torch.cuda.current_stream(device)  # creates the device's context and makes it current
     _check(driver.cuModuleLoadData(ctypes.byref(module), code), kernel)
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), kernel)
     _check(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes), kernel)
@@ -184,22 +178,6 @@ def _load(kernel: CudaKernel, device: int) -> _Function:
         *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),
     )
     return _Function(function, driver.cuLaunchKernel)
-
-
-@cache
-def _load_driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _use_primary_context(device: int, kernel: CudaKernel) -> None:
-    """Make a device's primary context, which the runtime uses, current in this thread.
-
-    The runtime does so in its first call, but not if PyTorch only selects the device that is already selected. A thread
-    of autograd may therefore have no context.
-    """
-    driver, context = _load_driver(), ctypes.c_void_p()
-    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), kernel)
-    _check(driver.cuCtxSetCurrent(context), kernel)
 
 
 def _check(result: int, kernel: CudaKernel) -> None:

@@ -70,13 +70,9 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuCtxGetCurrent(CUcontext *context) {
-    *context = NULL;
-    return null_device_has_context() ? cuDevicePrimaryCtxRetain(context, null_device_current()) : CUDA_SUCCESS;
-}
+CUresult cuCtxGetCurrent(CUcontext *context) { return cuDevicePrimaryCtxRetain(context, null_device_current()); }
 
 CUresult cuCtxSetCurrent(CUcontext context) {
-    null_device_set_context(context != NULL);
     if (context != NULL) null_device_set_current((int)((long)context - 0x100l));
     return CUDA_SUCCESS;
 }
@@ -162,7 +158,6 @@ static int read_info(const unsigned char *image, const char *kernel, unsigned wa
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
     const Elf64_Ehdr *header = image;
-    if (!null_device_has_context()) return CUDA_ERROR_INVALID_CONTEXT;
     if (memcmp(header->e_ident, ELFMAG, SELFMAG) != 0) return CUDA_ERROR_NO_BINARY_FOR_GPU;
     size_t size = header->e_shoff + (size_t)header->e_shnum * header->e_shentsize;
     if (header->e_phoff + (size_t)header->e_phnum * header->e_phentsize > size)
@@ -236,7 +231,6 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
     (void)stream;
     (void)arguments;
     (void)extra;
-    if (!null_device_has_context()) return CUDA_ERROR_INVALID_CONTEXT;
     null_device_counters.triton++;
     kernel->launches++;
     if ((int)shared + kernel->shared > kernel->used_shared) kernel->used_shared = (int)shared + kernel->shared;

@@ -64,11 +64,7 @@ int null_device_count(void) {
     return count;
 }
 
-static __thread int current_device, context_is_set;
-
-int null_device_has_context(void) { return context_is_set; }
-
-void null_device_set_context(int has_context) { context_is_set = has_context; }
+static __thread int current_device;
 
 int null_device_current(void) { return current_device; }
 
@@ -138,7 +134,6 @@ static int allocate(void **pointer, size_t size, int device, int is_charged) {
 }
 
 int null_device_allocate(void **pointer, size_t size, int is_host) {
-    context_is_set = 1;
     return allocate(pointer, size, is_host ? -1 : current_device, !is_host);
 }
 
@@ -222,7 +217,6 @@ static int is_device(const void *pointer) {
 }
 
 void null_device_copy(void *target, const void *source, size_t size) {
-    context_is_set = 1;
     if (size == 0) return;
     pthread_mutex_lock(&lock);
     int to_device = is_device(target), from_device = is_device(source);
@@ -236,7 +230,6 @@ void null_device_copy(void *target, const void *source, size_t size) {
 }
 
 void null_device_fill(void *target, int value, size_t size) {
-    context_is_set = 1;
     pthread_mutex_lock(&lock);
     int is_known = !is_device(target) || size <= SMALL_COPY;
     if (is_known) remember_write(target, size);

@@ -37,10 +37,6 @@ const struct card *null_device_card(void);
 int null_device_count(void);
 int null_device_current(void);
 int null_device_set_current(int device);
-/* Whether the thread has a context. As in CUDA, the runtime creates it in the first call that needs one, and the driver
-   never does. */
-int null_device_has_context(void);
-void null_device_set_context(int has_context);
 
 /* Returns 0, or 1 if the budget is exhausted. */
 int null_device_allocate(void **pointer, size_t size, int is_host);

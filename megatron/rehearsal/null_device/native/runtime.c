@@ -59,7 +59,6 @@ cudaError_t cudaGetDevice(int *device) {
 }
 
 cudaError_t cudaSetDevice(int device) {
-    null_device_set_context(1);
     return null_device_set_current(device) ? fail(cudaErrorInvalidDevice) : cudaSuccess;
 }
 
@@ -238,7 +237,6 @@ static int is_captured(cudaStream_t stream) { return stream != NULL && stream ==
 /* Streams and events. Device work takes no time, so an event completes when the host records it. */
 
 static cudaError_t new_stream(cudaStream_t *stream) {
-    null_device_set_context(1);
     *stream = null_device_new_handle();
     return cudaSuccess;
 }
@@ -269,7 +267,6 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 
 cudaError_t cudaDeviceSynchronize(void) {
-    null_device_set_context(1);
     null_device_counters.synchronizations++;
     return cudaSuccess;
 }
@@ -279,7 +276,6 @@ struct event {
 };
 
 static cudaError_t new_event(cudaEvent_t *event) {
-    null_device_set_context(1);
     *event = (cudaEvent_t)calloc(1, sizeof(struct event));
     return *event == NULL ? fail(cudaErrorMemoryAllocation) : cudaSuccess;
 }
@@ -398,7 +394,6 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, 
 }
 
 static cudaError_t launch(dim3 grid, dim3 block, size_t shared) {
-    null_device_set_context(1);
     null_device_counters.launches++;
     if (null_device_check_launch(grid.x, grid.y, grid.z, block.x, block.y, block.z, shared, 0))
         return fail(cudaErrorInvalidConfiguration);
