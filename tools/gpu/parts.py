@@ -14,7 +14,8 @@ PIP_NAMES = {"megatron.core": "megatron-core"}
 """Names of modules on PyPI, if different."""
 HOST_TESTS = (
     *("test_annotations.py", "test_compile.py", "test_instructions.py", "test_interpreted_bfloat16.py"),
-    *("test_interpreter.py", "test_jit_build.py", "test_rehearsal.py", "test_uniform_registers.py"),
+    *("test_interpreter.py", "test_jit_build.py", "test_memory_accesses.py", "test_rehearsal.py"),
+    "test_uniform_registers.py",
     *(
         f"cdape_attention/{name}"
         for name in (
