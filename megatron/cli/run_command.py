@@ -31,7 +31,7 @@ from megatron.utils.errors import (
     UserError,
     describe_cause,
     describe_error,
-    describe_exhaustion,
+    describe_exhausted_resource,
     escape_lines,
     to_path_error,
 )
@@ -112,7 +112,7 @@ def _run_app(app: Any, name: str) -> int:
             _print_error(str(path_error))
             return path_error.exit_code
         if error.errno not in FULL_DISK_ERRNOS or error.filename is not None:
-            _print_error(describe_exhaustion(error) or _write_traceback(error))
+            _print_error(describe_exhausted_resource(error) or _write_traceback(error))
             return 1
         redirect_to_null(1)  # files have names; this is standard output on a full disk
         _print_error(f"standard output: {error.strerror}")
@@ -127,7 +127,7 @@ def _run_app(app: Any, name: str) -> int:
             if message := describe_usage_error(error):
                 _print_error(message)
             return 2
-        _print_error(describe_exhaustion(error) or _write_traceback(error))
+        _print_error(describe_exhausted_resource(error) or _write_traceback(error))
         return 1
 
 

@@ -158,7 +158,7 @@ def _find_dataset(path: Path) -> Path:
             if name in BUILT_IN_SOURCES or name.startswith(HUB_PREFIX):
                 folder = f"data/{Path(name.removeprefix(HUB_PREFIX)).name.partition(':')[0]}"
                 raise UserError(
-                    f"{name}: a source of `prepare`; --data expects a file or a corpus, such as that of "
+                    f"{name}: is a source of `prepare`; --data expects a file or a corpus, such as that of "
                     f"`./deepy.py prepare {name} -o {folder}`"
                 )
             raise UserError(

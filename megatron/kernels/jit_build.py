@@ -98,7 +98,7 @@ def run_compiler(command: Sequence[str]) -> None:
         CompileError: if it fails, with its first error.
         OSError: if the disk is full, so that the caller may try another folder.
     """
-    # In other languages its errors are named by other words.
+    # English messages, so that a full disk can be recognized.
     environment = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:

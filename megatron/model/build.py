@@ -197,7 +197,7 @@ def _scale_initial_weights(gpt: GPT, model: ModelOptions) -> None:
         return
     methods = [module for module in gpt.modules() if isinstance(module, PositionModule)]
     own = {id(p) for module in methods if isinstance(module, Encoding | Processor) for p in module.parameters()}
-    unscaled = {id(p) for module in methods for p in module.list_fan_in_initialized()}
+    unscaled = {id(p) for module in methods for p in module.list_weights_initialized_by_fan_in()}
     with torch.no_grad():
         for parameter, role in list_roles(gpt):
             factor = 1.0 if id(parameter) in unscaled else gpt.mup.get_init_scale(role)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.attention.check.trials import is_device_usable
 from megatron.position.numerics import collect_captured_tensors
 
 STEP_OPTIONS = frozenset({"labels", "position_seed", "with_log_z"})
@@ -74,13 +75,9 @@ class CudaCapture:
         """Wait for the device."""
         torch.cuda.synchronize()
 
-    def is_usable(self) -> bool:
+    def is_device_usable(self) -> bool:
         """Return True if the device still works. An illegal address makes it unusable for the whole process."""
-        try:
-            self.synchronize()
-        except RuntimeError:
-            return False
-        return True
+        return is_device_usable(torch.device("cuda"))
 
     @contextmanager
     def forbid_synchronization(self) -> Iterator[None]:

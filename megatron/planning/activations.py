@@ -75,7 +75,7 @@ class LayerActivations:
     """Fraction of the forward pass's score products that the backward pass recomputes because they were not saved."""
 
 
-def compiles_regions(config: Config) -> bool:
+def uses_compiled_regions(config: Config) -> bool:
     """Return True if training compiles regions, at least that of the loss: on a GPU unless `compile_regions` is off."""
     return config.model.compile_regions and config.launch.device != "cpu"
 
@@ -138,7 +138,7 @@ class _LayerEstimator:
         self.num_heads = model.num_attention_heads
         self.num_tokens = self.micro_batch_size * model.seq_length // sizes.context
         self.is_compiled = (
-            compiles_regions(config)
+            uses_compiled_regions(config)
             and not model.hidden_dropout
             and sizes.tensor == 1
             and config.training.zero_optimization.stage < 3

@@ -296,7 +296,7 @@ class _StageMemory:
         reduced = states.reduce_gradients, states.reduce_buffers
         phases.append(build_phase("the reduction of gradients", *reduced, step=states.reduce_step))
         phases.append(build_phase("the optimizer's step", states.step_gradients, step=states.step))
-        if activations.compiles_regions(self.config) and self.config.training.eval_interval:
+        if activations.uses_compiled_regions(self.config) and self.config.training.eval_interval:
             held = held if states.zero_stage == 3 else (0, 0)
             logits = self._count_logit_bytes(validates=True)  # more than in training, whose loss is compiled
             phases.append(build_phase(VALIDATION, *held, activations=2 * self.hidden_bytes, logits=logits))
@@ -319,7 +319,7 @@ class _StageMemory:
         if not self.is_last:
             return 0
         b, model = self.bytes_per_element, self.config.model
-        if activations.compiles_regions(self.config) and not validates:
+        if activations.uses_compiled_regions(self.config) and not validates:
             per_logit = 2 * b  # the logits and their gradient; the compiled loss writes nothing else of this size
         else:
             # cross_entropy: log-probabilities, and in training the gradients of the loss and of the logits, else the

@@ -125,7 +125,7 @@ class PositionModule(nn.Module):
         """
         return []
 
-    def list_fan_in_initialized(self) -> list[nn.Parameter]:
+    def list_weights_initialized_by_fan_in(self) -> list[nn.Parameter]:
         """Return weights whose initial standard deviation is already proportional to 1/√(hidden size).
 
         They are among `list_growing_fan_ins`. muP does not rescale their initial values.

@@ -161,7 +161,7 @@ def try_graphs(
     try:
         return _try_graphs(model, tokens, labels, upstream, with_log_z, requires_exactness, capture)
     except (RuntimeError, MemoryError) as error:
-        return None, GraphTrial(_describe_failure(error), is_device_lost=not capture.is_usable())
+        return None, GraphTrial(_describe_failure(error), is_device_lost=not capture.is_device_usable())
 
 
 def _describe_failure(error: BaseException) -> str:

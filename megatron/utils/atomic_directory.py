@@ -42,7 +42,7 @@ from typing import Literal, NamedTuple
 from megatron.utils.errors import FULL_DISK_ERRNOS, RunError, describe_cause
 from megatron.utils.signals import clean_up_on_signal
 
-DISK_FULL_ERRORS = set(map(os.strerror, FULL_DISK_ERRNOS))
+FULL_DISK_MESSAGES = set(map(os.strerror, FULL_DISK_ERRNOS))
 """System error messages for a full disk. Errors of libraries may contain only the message (`errors.describe_cause`)."""
 
 PROGRESS_FILES = ("read", "progress.json", "lengths")
@@ -162,7 +162,7 @@ def describe_write_errors(target: Path, existing: str = "folder") -> Iterator[No
     try:
         yield
     except OSError as error:
-        cause = "the disk is full" if describe_cause(error) in DISK_FULL_ERRORS else describe_cause(error)
+        cause = "the disk is full" if describe_cause(error) in FULL_DISK_MESSAGES else describe_cause(error)
         outcome = f"the existing {existing} is unchanged" if existed else "nothing was saved"
         raise RunError(f"{target}: cannot be written: {cause}; {outcome}") from error
 

@@ -29,7 +29,7 @@ from megatron.utils.errors import (
     RunError,
     describe_cause,
     describe_error,
-    describe_exhaustion,
+    describe_exhausted_resource,
     forbid_exits,
     to_path_error,
 )
@@ -282,7 +282,7 @@ def log_traceback(log: Path) -> Iterator[None]:
         traceback.print_exc()
         if (unusable := to_path_error(error)) is not None:
             raise unusable from error
-        if (line := describe_exhaustion(error)) is not None:
+        if (line := describe_exhausted_resource(error)) is not None:
             raise RunError(line) from error
         problem = getattr(sys.stderr, "problem", None)
         where = f"is in {log}" if problem is None else f"cannot be written to {log} ({problem})"

@@ -185,7 +185,7 @@ FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """System errors of a full disk, an exhausted quota, and a file above the maximum size."""
 
 
-def describe_exhaustion(error: BaseException) -> str | None:
+def describe_exhausted_resource(error: BaseException) -> str | None:
     """Describe in one line what ran out: open files, folders for temporary files, or the space for a named file.
 
     Returns None for other errors. Python reports that no folder for temporary files can be written to as a missing

@@ -212,9 +212,9 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
         ("nothing.txt", r"nothing.txt: no such file or folder; --data expects a file \(.txt"),
         (
             "shakespeare",
-            "shakespeare: a source of `prepare`; --data expects .* prepare shakespeare -o data/shakespeare`$",
+            "shakespeare: is a source of `prepare`; --data expects .* prepare shakespeare -o data/shakespeare`$",
         ),
-        ("hf:allenai/c4:en", "hf:allenai/c4:en: a source of .*`./deepy.py prepare hf:allenai/c4:en -o data/c4`$"),
+        ("hf:allenai/c4:en", "hf:allenai/c4:en: is a source of .*`./deepy.py prepare hf:allenai/c4:en -o data/c4`$"),
     ):
         if data in ("fox.md", "empty.txt"):
             Path(data).write_text("")

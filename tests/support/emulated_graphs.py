@@ -39,7 +39,7 @@ class Rerun(CudaCapture):
     def use_side_stream(self) -> Iterator[None]:
         yield
 
-    def is_usable(self) -> bool:
+    def is_device_usable(self) -> bool:
         return True
 
     def synchronize(self) -> None:

@@ -221,7 +221,7 @@ class Lost(Failing):
 
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def is_usable(self) -> bool:
+    def is_device_usable(self) -> bool:
         return False
 
 
@@ -231,6 +231,7 @@ def test_a_lost_device_ends_the_run_on_all_ranks_with_advice(monkeypatch: pytest
         yield
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    assert not attempt(gpt(), Failing)[1].is_device_lost
     trial = attempt(gpt(), Lost)[1]
     assert trial.is_device_lost
     message = "CUDA graphs: capture failed: RuntimeError: CUDA error: .* and the device is unusable; set cuda_graph=off"

@@ -92,7 +92,7 @@ class TransformerXL(Encoding):
     def list_growing_fan_ins(self) -> list[tuple[nn.Parameter, Literal["hidden", "heads"]]]:
         return [(self.project.weight, "hidden")]
 
-    def list_fan_in_initialized(self) -> list[nn.Parameter]:
+    def list_weights_initialized_by_fan_in(self) -> list[nn.Parameter]:
         return [self.project.weight] if self.option_values["linear_init"] else []
 
     def _get_sinusoids(self, count: int, like: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ class Selective(Processor):
     advice = (
         "It has no parameters, and a better perplexity than a model with twice the heads without it (the paper, "
         "section 5). Masked keys could be dropped from a cache, but Farfield keeps them, so it costs a cumulative sum "
-        "and saves nothing. On rotary, evaluate at many lengths: far beyond the training length, only the first token "
-        "stays visible of the distant ones, and how much it is attended to depends on its phase."
+        "and saves nothing. With rotary, evaluate at many lengths, not only at powers of two: attention to the first "
+        "token, which is never masked, depends on its distance, and the perplexity oscillates."
     )
     other_names = ("selective attention",)
     cost = ProcessorCost(num_sequence_maps=lambda options: 1)
