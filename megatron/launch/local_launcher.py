@@ -59,7 +59,9 @@ def train_on_this_machine(
     if launch_context is None and config.checkpoint.save is not None:
         _wait_for_folder(Path(config.checkpoint.save))
     rank_info = RankInfo() if launch_context is None else launch_context.rank_info
-    with open_run_log(config, rank_info.rank == 0) as log:
+    # PyTorch, DeepSpeed and the data loader would otherwise create a context on each GPU of the machine.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.launch.device == "cpu" else {}
+    with _set_environment(hidden), open_run_log(config, rank_info.rank == 0) as log:
         if launch_context is not None:
             threads = os.environ.get("OMP_NUM_THREADS") or str(
                 launch_context.cores or count_threads_per_process(rank_info.ranks_on_node)

@@ -46,6 +46,15 @@ def raising(error: Exception):
     return body
 
 
+def test_gpus_are_hidden_from_a_run_on_the_cpu(fake_run, monkeypatch):
+    """PyTorch would otherwise create a context on each of them, beside the runs of others."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    seen = []
+    fake_run(lambda log: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 0)
+    local_launcher.train_on_this_machine(settled("device=cpu"))
+    assert (seen, os.environ["CUDA_VISIBLE_DEVICES"]) == ([""], "3,4")
+
+
 def test_rejected_commands_leave_no_folder(fake_run, tmp_path):
     fake_run(raising(UserError("no such data")))
     with pytest.raises(UserError, match="no such data"):
