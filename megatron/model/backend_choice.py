@@ -188,7 +188,7 @@ def _choose_backend(
         why = "unchecked (attention_check: false)"
     elif model.attention_dropout:
         why = "unchecked: attention_dropout is random, so results cannot be compared"
-    elif len(candidates) == 1:
+    elif max(groups.gather_objects(len(candidates))) == 1:  # ranks with other software may have other candidates
         why = "no other backend supports this model"
     if why is not None:
         line = f"attention: {describe_row_blocks_reason(formula) or default}; {why}"
@@ -379,8 +379,10 @@ def agree_on_backend(
         previous: backend that the run used before, if it resumes on the same card.
         was_checked_earlier: True if the results are those of an earlier check.
     """
-    wrong_elsewhere = {trial.backend for each in results[1:] for trial in each.trials if not trial.is_correct}
-    correct = [trial for trial in results[0].rank_backends() if trial.backend not in wrong_elsewhere]
+    correct_elsewhere = [{trial.backend for trial in each.trials if trial.is_correct} for each in results[1:]]
+    correct = [
+        trial for trial in results[0].rank_backends() if all(trial.backend in names for names in correct_elsewhere)
+    ]
     left = _describe_rejected(results)
     if not correct:
         return default, [f"attention: {default}, because no backend passed the check{left}"]
@@ -413,6 +415,9 @@ def _describe_rejected(results: Sequence[CheckResult]) -> str:
             where = f" on rank {rank}" if rank else ""
             if trial.refusal is not None:
                 reasons.setdefault(trial.backend, f"{trial.backend} {trial.refusal}{where}")
+        for trial in results[0].trials:
+            if check_result.get_trial(trial.backend) is None:
+                reasons.setdefault(trial.backend, f"{trial.backend} is not available on rank {rank}")
     return f"; rejected: {'; '.join(reasons.values())}" if reasons else ""
 
 

@@ -267,8 +267,9 @@ def test_a_lost_device_is_reported_by_all_ranks_and_remembered(planted, monkeypa
         RunError, match="attention by raising raised RuntimeError: no such instruction, and the device is unusable"
     ):
         choose()
+    lost = "attention by x, and the device is unusable"
     with pytest.raises(RunError, match="the device is unusable"):  # raised on the healthy rank too
-        choose(make_groups(lambda value: (value[0], "attention by x, and the device is unusable") if value else value))
+        choose(make_groups(lambda value: (value[0], lost) if isinstance(value, tuple) else value))
     planted["calls"].clear()
     usable[0] = True
     choice = choose()
@@ -402,6 +403,23 @@ def test_a_backend_that_fails_on_one_rank_is_used_by_none() -> None:
     assert chosen == "sdpa"
     assert lines[0].startswith("attention: sdpa, the only backend that passed the check (2 ms for a layer)")
     assert lines[0].endswith("; rejected: triton errs in dq on rank 2")
+
+
+def test_a_backend_that_a_rank_lacks_is_used_by_none() -> None:
+    """A node may have other software, for example no Triton."""
+    found = [check_result(sdpa=2.0, triton=1.0), check_result(sdpa=2.0)]
+    chosen, lines = agree_on_backend(found, "sdpa", None, was_checked_earlier=False)
+    assert chosen == "sdpa"
+    assert lines[0].endswith("; rejected: triton is not available on rank 1")
+
+
+def test_a_rank_with_a_single_backend_checks_it_with_the_others(planted) -> None:
+    """Ranks that check gather their results, and would wait for a rank that does not."""
+    for name in ("wrong", "raising", "slow", "fast"):
+        del planted["candidates"][name]
+    sent: list[Any] = []
+    choose(make_groups(lambda value: sent.append(value) or (2 if isinstance(value, int) else value)))
+    assert any(isinstance(value, tuple) for value in sent)
 
 
 def test_all_ranks_agree_and_each_kind_of_gpu_is_stored_once(planted) -> None:
