@@ -161,7 +161,9 @@ def describe_end(config: Config, checkpoint: Path | None, *, now: bool) -> str:
     has_held_out = data.data_path or data.test_data_paths or data.valid_data_paths or data.task
     option = "" if has_held_out else " --data TEXT"
     location = f"{'saved' if now else 'the last checkpoint is'} {checkpoint}"
-    return f"{location}; next: {PROGRAM} evaluate {shlex.quote(config.checkpoint.save)}{option}"
+    save = config.checkpoint.save
+    is_own = checkpoint.resolve().is_relative_to(Path(save).resolve())  # else save contains no checkpoint to evaluate
+    return f"{location}; next: {PROGRAM} evaluate {shlex.quote(save if is_own else str(checkpoint))}{option}"
 
 
 def describe_finished(step: int, train_iters: int, *, is_tested: bool) -> str:

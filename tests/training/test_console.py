@@ -198,6 +198,11 @@ def test_ends_name_the_next_command(corpus: Path, tmp_path: Path) -> None:
     without = config.replace(valid_data_paths=[])
     assert summary.describe_end(without, checkpoint, now=True).endswith(f"./deepy.py evaluate {tmp_path} --data TEXT")
     assert summary.describe_end(tiny_config(corpus), None, now=False) == "no checkpoint saved: save is not set"
+    trunk = tmp_path / "trunk" / "checkpoints" / "step_0000004"  # a branch with no steps left saves no checkpoint
+    branch = tiny_config(corpus, tmp_path / "branch", load=str(trunk))
+    assert summary.describe_end(branch, trunk, now=False) == (
+        f"the last checkpoint is {trunk}; next: ./deepy.py evaluate {trunk}"
+    )
     assert summary.build_resume_command(config) == f"./deepy.py train {tmp_path}/config.yml load={tmp_path}"
     config.save(tmp_path / RESOLVED_CONFIG)  # beside the user's own, which may lack command-line keys
     command = f"./deepy.py train {tmp_path}/{RESOLVED_CONFIG} load={tmp_path}"
