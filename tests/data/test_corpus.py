@@ -323,6 +323,17 @@ def test_an_unused_seed_is_reported(texts):
     assert list_notes(texts, split=None) == []
 
 
+def test_a_large_document_is_reported_only_if_it_is_read(texts):
+    def list_notes(**options):
+        notes = read_corpus_recipe(CorpusOptions(sources=[str(texts)], **options)).list_notes()
+        return [note for note in notes if "is one document with" in note]
+
+    (texts / "zzz.txt").write_text("a line\n" * 10_000)
+    (note,) = list_notes()
+    assert note.startswith(f"{texts / 'zzz.txt'} is one document with ")
+    assert list_notes(documents=1) == list_notes(tokens=3) == []
+
+
 def test_errors_in_workers_arrive_as_they_are(many, tmp_path):
     lines = many.read_text().splitlines()
     lines[2000] = '{"text": 5}'

@@ -92,6 +92,8 @@ class CorpusRecipe:
         smallest = min(fraction for fraction in self.split_fractions if fraction > 0)
         if undivided or len(self.files) == 1:  # nothing to divide, or a single text, which is cut
             return notes
+        if self.options.documents is not None or self.options.tokens is not None:
+            return notes  # the sizes of the selected documents are unknown
         return [
             f"{file.path} is one document with {100 * file.size / total:.3g}% of the text and goes to a single split; "
             "prepare it separately to divide it among the splits"
