@@ -53,7 +53,9 @@ def print_comparison_tables(
     """
     tables = build_comparison_tables(records, failures)
     plain_tables, depth_maps = split_depth_maps(tables)
-    for table in plain_tables:
+    for index, table in enumerate(plain_tables):
+        if index > 0:
+            console.print()
         rendered = build_rich_table(table)
         unlimited = console.options.update(max_width=1 << 20)
         if console.is_terminal and console.measure(rendered, options=unlimited).maximum <= console.width:

@@ -1,5 +1,6 @@
 """In a report of several files, a name refers to a single training."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,16 @@ def test_no_output_averages_two_trainings(tmp_path: Path, monkeypatch: pytest.Mo
     choices = r"--against a: unknown method; choose from a \[runs/a\], a \[runs/b\]"
     with pytest.raises(UserError, match=choices):
         combine_results(paths, Console(quiet=True), against="a")
+
+
+def test_an_empty_line_separates_tables() -> None:
+    console = Console(file=io.StringIO(), record=True, width=200)
+    print_comparison_tables(console, [trained("x", 1, "runs/a"), trained("y", 1, "runs/b", train_length=32)])
+    lines = console.export_text().splitlines()
+    titles = [index for index, line in enumerate(lines) if line.startswith("Perplexity")]
+    assert titles[0] == 0
+    assert len(titles) > 1
+    assert [lines[index - 1] for index in titles[1:]] == [""] * (len(titles) - 1)
 
 
 def test_results_without_digests_count_as_seeds_with_a_note() -> None:
