@@ -26,6 +26,8 @@ MISTAKES = {
     ("prepare", "shakespear", "-o", "out"): "shakespear: no such file or folder; did you mean shakespeare? a source is",
     ("prepare", "txt/0.txt", "-o", "out"): "txt/0.txt: no such file or folder; did you mean text/0.txt? a source is",
     ("evaluate", "run", "--lenghts", "1x"): "error: unknown option --lenghts; did you mean --lengths?",
+    ("train", "tiny", "--train-iters=5"): "--train-iters; keys have no dashes before them: train_iters=VALUE",
+    ("plan", "125M", "--optimizer.params.lr", "1"): "keys have no dashes before them: optimizer.params.lr=VALUE",
     ("report", "run", "--yes"): "error: unknown option --yes; ./deepy.py report --help lists the options",
     ("generate", "run", "--top-k", "many"): "error: --top-k is many; it must be an integer",
     ("generate", "run", "--top-k"): "error: --top-k has no value; give one",

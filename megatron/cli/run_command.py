@@ -230,12 +230,18 @@ def describe_usage_error(error: Any) -> str:
 
 
 def _suggest_option(option: str, context: Any) -> str:
-    """Return the remedy for an unknown option: the nearest one, or the command that has it."""
+    """Return the remedy for an unknown option: the nearest one, the command that has it, or the key of this name."""
     commands = getattr(context.command, "commands", {})  # set for options before any command
     for name, candidate in commands.items():
         if any(option in parameter.opts for parameter in candidate.params):
             rest = shlex.join(word for word in sys.argv[1:] if word not in commands)
             return f"place it after its command: ./deepy.py {name} … {rest}"
+    if any("KEY=VALUE" in (parameter.metavar or "") for parameter in context.command.params):
+        from megatron.config.schema import list_config_keys
+
+        key = option.lstrip("-").replace("-", "_")
+        if tuple(key.split(".")) in list_config_keys():
+            return f"keys have no dashes before them: {key}=VALUE"
     known = [flag for parameter in context.command.get_params(context) for flag in list_shown_flags(parameter)]
     return suggest_names(option, known) or f"{context.command_path} --help lists the options"
 

@@ -175,7 +175,7 @@ def _suggest_config(stem: str, config_names: set[str]) -> str:
     method = method_names.find_method(stem)
     if method is not None and method[1] != stem:
         key, own_name = method
-        return f"; Farfield calls it {own_name}" + ("" if own_name in config_names else f": {key}={own_name}")
+        return f"; the method {stem} is called {own_name}" + ("" if own_name in config_names else f": {key}={own_name}")
     if stem in POSITION_ALIASES:
         return f"; it is a value: pos_emb={stem}"
     if method is not None:

@@ -130,7 +130,10 @@ def _choose_split(
     if data is not None:
         prefix = _find_dataset(Path(data))
         options = DataOptions(test_data_paths=[str(prefix)])
-        dataset, *_ = list_split_prefixes(options, "test")
+        try:
+            dataset, *_ = list_split_prefixes(options, "test")
+        except UserError as error:  # the user named the data with an option, not with this key
+            raise UserError(str(error).replace("test_data_paths", "--data", 1)) from None
         if find_corpus_metadata(dataset) is None:
             tokenizer = _load_own_tokenizer(name, config, prefix, tokenizer_name, run)
             files = dict(zip(("vocab_file", "merge_file"), map(str, tokenizer.files.values()), strict=False))
@@ -195,7 +198,10 @@ def _load_own_tokenizer(
 def _encode_file(file: str, modification_time: int, tokenizer: Tokenizer) -> np.ndarray:
     """Tokenize all documents of a text file, each with its end-of-document token, int [N]."""
     if not file.endswith(SUFFIXES):
-        raise UserError(f"{file}: its suffix must be {', '.join(SUFFIXES)}; `./deepy.py prepare` reads other formats")
+        raise UserError(
+            f"{file}: its suffix must be {', '.join(SUFFIXES)}; rename a text file, for example to "
+            f"{Path(file).with_suffix('.txt').name}"
+        )
     documents = (
         (document, 0)
         for source in scan_sources([str(Path(file).absolute())])

@@ -334,7 +334,8 @@ def read_records(path: str | Path) -> list[Record]:
         UserError: the file is missing or not JSON, or a record is invalid; the message names the record and the field.
     """
     path = Path(path)
-    advice = DAMAGE_ADVICE if path.name.startswith("results.") else NO_RESULTS_ADVICE
+    is_results_file = path.name.startswith("results.") and path.suffix == ".json"
+    advice = DAMAGE_ADVICE if is_results_file else NO_RESULTS_ADVICE
     try:
         text = path.read_text(encoding="utf-8")
         content = parse_json(text)

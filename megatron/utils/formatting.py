@@ -118,7 +118,8 @@ def find_nearest_name(name: str, names: Iterable[str]) -> str | None:
 def suggest_path(path: Path, *, keywords: Iterable[str] = (), is_folder: bool = False) -> str:
     """Suggest an existing path for a mistyped one: `did you mean runs/kerple? `, or an empty string.
 
-    Every part of the path may be mistyped: `rnus/kerpel`.
+    Every part of the path may be mistyped: `rnus/kerpel`. If a part is a broken symbolic link, the text names its
+    target instead: `data/pile is a broken symbolic link to /scratch/pile; `.
 
     Args:
         path: path that does not exist.
@@ -132,6 +133,8 @@ def suggest_path(path: Path, *, keywords: Iterable[str] = (), is_folder: bool = 
         return ""
     parts = path.relative_to(folder).parts
     for depth, name in enumerate(parts, start=1):
+        if (folder / name).is_symlink() and not (folder / name).exists():
+            return f"{folder / name} is a broken symbolic link to {(folder / name).readlink()}; "
         needs_folder = is_folder or depth < len(parts)
         if not (folder / name).is_dir():
             try:

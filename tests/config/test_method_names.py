@@ -58,7 +58,8 @@ def test_common_names_are_resolved(name, key, ours):
     assert method_names.find_method(name) == (key, ours)
     with pytest.raises(UserError, match=rf"{key}: no method is called '{name}'; Farfield calls it {ours}$"):
         load_config([], [*SHAPE, f"{key}={name}"])
-    with pytest.raises(UserError, match=rf"^{name}: no such configuration file, .*; Farfield calls it {ours}$"):
+    missing = rf"^{name}: no such configuration file, .*; the method {name} is called {ours}$"
+    with pytest.raises(UserError, match=missing):
         load_config([name])
     if name.islower():
         assert f"{key}: {ours}" in [row[0] for row in reference.find_keys(name)]

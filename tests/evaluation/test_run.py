@@ -206,8 +206,10 @@ def test_a_file_of_text_is_tokenized_as_the_run_was_trained(place: Path, monkeyp
     Path("corpus").rename("gone")
     assert evaluated([run], [8], data="fox.txt")[0].value == found.value
     foreign = make_run("runs/foreign", tokenizer="HFTokenizer-0123456789ab")
+    Path("notes").mkdir()
     for data, message in (
-        ("fox.md", r"fox.md: its suffix must be \.txt, \.jsonl"),
+        ("fox.md", r"fox.md: its suffix must be \.txt, \.jsonl.*; rename a text file, for example to fox\.txt$"),
+        ("notes", r"^--data: the folder notes contains no dataset"),
         ("empty.txt", "empty.txt: no text found"),
         ("nothing.txt", r"nothing.txt: no such file or folder; --data expects a file \(.txt"),
         (

@@ -170,11 +170,12 @@ def test_a_bad_file_is_one_line(tmp_path: Path, content: str, message: str) -> N
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["README.md", "results.csv", "results.md"])
 @pytest.mark.parametrize("content", [b"# A page\n", b"\n", b"{}", b"\xff"])
-def test_a_file_of_another_kind_is_not_called_damaged(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "README.md").write_bytes(content)
+def test_a_file_of_another_kind_is_not_called_damaged(tmp_path: Path, content: bytes, name: str) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=r"; name a file of results, such as RUN/results\.json$"):
-        records.read_records(tmp_path / "README.md")
+        records.read_records(tmp_path / name)
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Formatted numbers, compared with handwritten texts."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron.utils.formatting import (
@@ -11,6 +13,7 @@ from megatron.utils.formatting import (
     format_flops_per_second,
     format_quantity,
     suggest_names,
+    suggest_path,
 )
 
 
@@ -84,3 +87,16 @@ def test_a_name_is_compared_with_the_beginnings_of_longer_ones() -> None:
     assert suggest_names("evaluat", ["evaluate", "evaluations"]) == "did you mean evaluate?"
     assert suggest_names("Shakespear", ["python", "shakespeare"]) == "did you mean shakespeare?"
     assert suggest_names("port", ["output", "figure_font"]) == ""
+
+
+def test_a_broken_link_is_not_suggested_for_itself(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").symlink_to("gone.txt")
+    (tmp_path / "texts").symlink_to("/nowhere/texts")
+    assert suggest_path(tmp_path / "book.txt") == f"{tmp_path}/book.txt is a broken symbolic link to gone.txt; "
+    expected = f"{tmp_path}/texts is a broken symbolic link to /nowhere/texts; "
+    assert suggest_path(tmp_path / "texts" / "a.txt") == expected
+    assert suggest_path(tmp_path / "texts", is_folder=True) == expected
+    (tmp_path / "book.md").touch()
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    assert suggest_path(tmp_path / "boook.md") == f"did you mean {tmp_path}/book.md? "
+    assert "broken symbolic link to loop.txt" in suggest_path(tmp_path / "loop.txt")
