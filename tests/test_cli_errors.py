@@ -211,7 +211,7 @@ MISTAKES = {
     ("export", "run", "-o", "e", "--shard", "big"): "error: --shard is 'big'; it must be a size with its unit, such as",
     ("prepare", "own/LICENSE", "-o", "out"): "error: own/LICENSE: it has no suffix; the suffix must be one of ",
     ("prepare", "text", "-o", "out", "--suffixes", "."): "error: --suffixes: '.' must be a dot and at least one more",
-    ("analyze", "--config", "tiny.yml"): "error: a configuration has no folder; choose one for the page with --output",
+    ("analyze", "--config", "tiny.yml"): "error: the page of a configuration needs --output FOLDER",
     ("evaluate", "run", "--tasks", "piqa", "--data", "data/fox"): "error: --data applies to texts only, but --tasks is",
     ("export", "--refresh", "/proc/self"): "error: RUN is /proc/self, which cannot be written to (",
     ("evaluate", "exported"): "or import it: ./deepy.py import exported -o RUN",

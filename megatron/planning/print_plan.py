@@ -35,7 +35,7 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
         console.print(f"plan of {plan.largest_stage}\n", markup=False, highlight=False)
     _print_summary(plan, console)
     if plan.config_error is not None:
-        console.print(f"\nconfigured layout: invalid: {plan.config_error}", markup=False)
+        console.print(f"\nThe configured layout is invalid: {plan.config_error}", markup=False)
     if (layout := plan.detailed_layout) is not None:
         layout_name = (
             "configured layout"
@@ -49,7 +49,7 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
         fits = "fits" if plan.fits_gpu(layout) else "does not fit"
         console.print(
             f"{fits} a GPU of {plan.cluster.gpu.gib:.1f} GiB; {RESERVED_FRACTION:.0%} is reserved for CUDA, "
-            f"NCCL and the allocator; peak: {layout.memory.peak.name} (values in parentheses are from other phases)"
+            f"NCCL and the allocator; peak: {layout.memory.peak.name} (values in parentheses belong to other phases)"
         )
         if plan.uncounted_keys:
             console.print(f"not counted: evaluation during training with {' and '.join(plan.uncounted_keys)}")

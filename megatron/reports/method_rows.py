@@ -88,7 +88,10 @@ def describe_unequal_training(records: Sequence[Record]) -> str | None:
             if (count := record.step if unit == "steps" else record.train_tokens) is not None:
                 methods.setdefault(count, {})[record.method] = None
         if len(methods) > 1:
-            parts = [f"{count:,} ({_join_methods(list(named))})" for count, named in sorted(methods.items())]
+            parts = [
+                f"{count:,}{'' if count else ', imported or untrained'} ({_join_methods(list(named))})"
+                for count, named in sorted(methods.items())
+            ]
             return f"Methods were trained for different numbers of {unit}: {', '.join(parts)}."
     return None
 

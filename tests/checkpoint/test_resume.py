@@ -284,7 +284,7 @@ def test_a_finished_run_has_nothing_to_do(trained: Path, corpus: Path, tmp_path:
     run = copied(trained, tmp_path / "run")
     stream = io.StringIO()
     result = train(tiny_config(corpus, run, load=str(run)), Console(file=stream, width=200))
-    assert "nothing to do: step 4 of 4 is reached; raise train_iters" in stream.getvalue()
+    assert "nothing to do: the run is at step 4, and train_iters is 4; increase it to continue" in stream.getvalue()
     assert (
         f"the last checkpoint is {run / 'checkpoints' / layout.format_checkpoint_name(4)}; next: " in stream.getvalue()
     )

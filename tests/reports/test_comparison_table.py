@@ -35,6 +35,7 @@ def test_rows_and_columns(story: list[Record]) -> None:
     [
         ((20, 20, 20), (900, 900, 900), None),
         ((30, 20, 20), (900, 600, 600), "steps: 20 (kerple_log, cdape), 30 (rotary)."),
+        ((0, 20, 20), (0, 600, 600), "steps: 0, imported or untrained (rotary), 20 (kerple_log, cdape)."),
         ((20, 20, 20), (600, 600, 900), "tokens: 600 (rotary, kerple_log), 900 (cdape)."),
         ((None, None, 20), (None, None, 900), None),  # unknown, as in records of other programs
     ],

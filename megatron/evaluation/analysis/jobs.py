@@ -147,8 +147,8 @@ def _choose_folder(
         return Path(output)
     if len(runs) == 1 and not untrained:
         return runs[0].folder / RESULTS_FOLDER
-    what = "several models have no folder in common" if runs or len(untrained) > 1 else "a configuration has no folder"
-    raise UserError(f"{what}; choose one for the page with --output")
+    what = "several models" if runs or len(untrained) > 1 else "a configuration"
+    raise UserError(f"the page of {what} needs --output FOLDER")
 
 
 def _check_no_foreign_results(folder: Path, options: AnalysisOptions) -> None:
