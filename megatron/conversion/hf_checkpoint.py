@@ -103,11 +103,20 @@ def build_hf_source(folder: Path, values: dict[str, Any]) -> ModelSource:
     config_reader = HFConfigReader(values, str(path), family.auto_map, family.architecture)
     config_keys = family.from_hf_config(config_reader)
     num_embeddings = config_reader.get_positive_int("vocab_size")
+    document_end = config_reader.get("document_end_token_id") if family is FARFIELD else None
+    if not (document_end is None or (type(document_end) is int and 0 <= document_end < num_embeddings)):
+        raise config_reader.value_error("document_end_token_id", f"it must be a token from 0 to {num_embeddings - 1}")
     notes: tuple[str, ...] = ()
     if unread_keys := config_reader.unread_keys():
         notes = (f"{path}: {', '.join(unread_keys)}: ignored; unknown keys for model_type {family.model_type}",)
     return ModelSource(
-        folder, family.model_type, config_keys, partial(_open_weights, folder, family, num_embeddings), folder, notes
+        folder,
+        family.model_type,
+        config_keys,
+        partial(_open_weights, folder, family, num_embeddings),
+        folder,
+        notes,
+        document_end,
     )
 
 

@@ -52,13 +52,20 @@ def find_code_suffix(class_name: str) -> str:
     return match[0] if match else ""
 
 
-def _strip_digests(classes: Any) -> Any:
-    """Return an `auto_map` with plain module names."""
-    if not isinstance(classes, dict):
-        return classes
-    return {
-        auto_class: _DIGEST.sub("", name) if isinstance(name, str) else name for auto_class, name in classes.items()
-    }
+def strip_repository(class_name: str) -> str:
+    """Return a class name without the folder or repository that transformers puts before it (`me/model--`)."""
+    return class_name.rpartition("--")[2]
+
+
+def _names_own_classes(classes: Any, own: Mapping[str, str]) -> bool:
+    """Return True if an `auto_map` names only classes of a family's own code.
+
+    For a model that was loaded and saved, transformers adds the repository, and may omit classes that were not used.
+    """
+    if not isinstance(classes, dict) or not classes:
+        return False
+    names = {key: _DIGEST.sub("", strip_repository(name)) for key, name in classes.items() if isinstance(name, str)}
+    return len(names) == len(classes) and names.items() <= own.items()
 
 
 def _names_class(classes: Any, architecture: str | None) -> bool:
@@ -89,7 +96,7 @@ class HFConfigReader:
         self._read_keys = {*IGNORED_KEYS, *HF_TRAINING_KEYS}
         for name, (allowed, reason) in COMMON_RESTRICTIONS.items():
             is_own = name == "auto_map" and (
-                _strip_digests(values.get(name)) == auto_map
+                _names_own_classes(values.get(name), auto_map)
                 if auto_map
                 else _names_class(values.get(name), architecture)
             )

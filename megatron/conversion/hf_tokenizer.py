@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers as hf
 
-from megatron.conversion.families.farfield import TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
+from megatron.conversion.families.farfield import ADD_BOS_KEY, TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
 from megatron.conversion.modeling_code import BUNDLED_FOLDER, add_content_digest
 from megatron.data.tokenizers import END_OF_DOCUMENT, Tokenizer
 
@@ -40,6 +40,7 @@ def write_hf_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int | Non
     common_keys = {
         TOKENIZER_TYPE_KEY: tokenizer.type,
         "add_bos_token": tokenizer.bos is not None,
+        ADD_BOS_KEY: tokenizer.bos is not None,
         **({} if max_length is None else {"model_max_length": max_length}),
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",

@@ -9,13 +9,14 @@ resumed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatron.config.schema import CONFIG_FILE, Config
 from megatron.config.yaml_files import dump_yaml
-from megatron.conversion.families.farfield import TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
+from megatron.conversion.families.farfield import ADD_BOS_KEY, TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
 from megatron.conversion.hf_checkpoint import read_hf_source
 from megatron.conversion.model_family import HF_CONFIG_FILE, ModelSource, WeightReader
 from megatron.conversion.neox_checkpoint import find_neox_checkpoint, read_neox_source
@@ -140,14 +141,10 @@ def resolve_tokenizer(
         return load_tokenizer_from_files(tokenizer_type, vocab_file, merge_file, end_token=end_token, bos=add_bos)
     if vocab_file is not None or merge_file is not None:
         raise UserError("vocab_file: specify its tokenizer type with --tokenizer")
-    files_by_type = dict(HF_TOKENIZER_FILES)
     if source.tokenizer_folder is not None:
-        declared_type = _read_tokenizer_type(source.tokenizer_folder)
-        for candidate_type, files in (
-            ((declared_type, files_by_type.get(declared_type, ())),)
-            if declared_type is not None
-            else HF_TOKENIZER_FILES
-        ):
+        if (own_type := _read_tokenizer_type(source.tokenizer_folder)) is not None:
+            return _load_export_tokenizer(source.tokenizer_folder, own_type, end_token, add_bos)
+        for candidate_type, files in HF_TOKENIZER_FILES:
             if all((source.tokenizer_folder / file).is_file() for file in files):
                 bos = _resolve_bos(source.tokenizer_folder, candidate_type, add_bos)
                 return load_tokenizer_from_files(
@@ -158,6 +155,27 @@ def resolve_tokenizer(
         f"{source.path}: contains no tokenizer ({names}); specify it with --tokenizer (bytes, HFTokenizer, "
         "GPT2BPETokenizer or SPMTokenizer) and --vocab-file"
     )
+
+
+def _load_export_tokenizer(
+    folder: Path, tokenizer_type: TokenizerType, end_token: str | None, add_bos: bool | None
+) -> Tokenizer:
+    """Load the tokenizer of an export of this project, with the end-of-document token of its run."""
+    names = dict(HF_TOKENIZER_FILES).get(tokenizer_type, ())
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UserError(
+            f"{folder}: {' and '.join(missing)} of tokenizer {tokenizer_type} not found; transformers does not save "
+            "them; copy them from the original export, or specify another tokenizer with --tokenizer"
+        )
+    files, bos = [folder / name for name in names], _resolve_bos(folder, tokenizer_type, add_bos)
+    stated = _get_token_name(_read_tokenizer_config(folder), "eos_token")
+    if end_token is None and files and stated is not None:
+        with suppress(UserError):  # it has no token with a common name
+            tokenizer = load_tokenizer_from_files(tokenizer_type, *files, bos=bos)
+            if tokenizer.token_to_id(stated) in (None, tokenizer.eod):
+                return tokenizer
+        end_token = stated
+    return load_tokenizer_from_files(tokenizer_type, *files, end_token=end_token, bos=bos)
 
 
 def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -176,17 +194,22 @@ def _resolve_bos(folder: Path, tokenizer_type: str, add_bos: bool | None) -> boo
     decides.
     """
     values = _read_tokenizer_config(folder)
-    token = values.get("bos_token")
-    name = token.get("content") if isinstance(token, dict) else token
-    bos = name if isinstance(name, str) else True
+    bos = _get_token_name(values, "bos_token") or True
     if add_bos is not None:
         return bos if add_bos else False
     if tokenizer_type == "HFTokenizer":
         return False if values.get("tokenizer_class") in CLASSES_WITHOUT_BOS else None
-    return bos if values.get("add_bos_token") is True else False
+    return bos if values.get("add_bos_token", values.get(ADD_BOS_KEY)) is True else False
 
 
-def _read_tokenizer_type(folder: Path) -> str | None:
+def _get_token_name(values: Mapping[str, Any], key: str) -> str | None:
+    """Return the name of a special token in tokenizer_config.json, or None if it has none."""
+    token = values.get(key)
+    name = token.get("content") if isinstance(token, dict) else token
+    return name if isinstance(name, str) else None
+
+
+def _read_tokenizer_type(folder: Path) -> TokenizerType | None:
     """Return the tokenizer type recorded in an export of this project, or None."""
     path = folder / TOKENIZER_CONFIG_FILE
     tokenizer_type = _read_tokenizer_config(folder).get(TOKENIZER_TYPE_KEY)
@@ -272,7 +295,7 @@ def _write_run_files(
     (checkpoint / CONFIG_FILE).write_text(config_text, encoding="utf-8")
     vocabulary: dict[str, Any] = {"size": tokenizer.vocab_size, "name": tokenizer.name}
     if config.position.attention_mask == "document":
-        vocabulary["eod"] = tokenizer.eod
+        vocabulary["eod"] = tokenizer.eod if source.document_end is None else source.document_end
     TrainerState(vocabulary=vocabulary).write(checkpoint)
     other_checksums = manifest.compute_checksums(checkpoint, [checkpoint / CONFIG_FILE, checkpoint / layout.PROGRESS])
     manifest.write_manifest(checkpoint, {layout.WEIGHTS: weights_checksum} | other_checksums)

@@ -331,6 +331,8 @@ class ModelSource:
     """Folder to search for tokenizer files."""
     notes: tuple[str, ...] = field(default=())
     """Notes for the user."""
+    document_end: int | None = None
+    """Token at which the model's attention ends a document, or None if the source does not state it."""
 
     def build_config(self, **overrides: Any) -> Config:
         """Build the configuration of a run.

@@ -11,9 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.families.farfield import AUTO_MAP, FARFIELD, TOKENIZER_CONFIG_FILE, TOKENIZER_TYPE_KEY
+from megatron.conversion.families.farfield import (
+    ADD_BOS_KEY,
+    AUTO_MAP,
+    FARFIELD,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_TYPE_KEY,
+)
 from megatron.conversion.hf_checkpoint import build_hf_source, read_json_object
-from megatron.conversion.hf_config import HF_TRAINING_KEYS, IGNORED_KEYS, find_code_suffix
+from megatron.conversion.hf_config import HF_TRAINING_KEYS, IGNORED_KEYS, find_code_suffix, strip_repository
 from megatron.conversion.hf_tokenizer import build_tokenization_code, name_tokenizer_class
 from megatron.conversion.model_family import HF_CONFIG_FILE
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code, remove_content_digest
@@ -22,8 +28,6 @@ from megatron.utils.errors import UserError, check_reachable
 from megatron.utils.formatting import format_quantity
 
 _CODE_FILE = re.compile(r"\w+(_[0-9a-f]{8})\.py")
-_REPOSITORY_PREFIX = re.compile(r"^.*--")
-"""Prefix that transformers adds to the names of modules from another folder or from the Hub."""
 
 
 def refresh_export(folder: str | Path, *, overwrite: bool = False, log: Callable[[str], object] = print) -> Path:
@@ -57,7 +61,9 @@ def refresh_export(folder: str | Path, *, overwrite: bool = False, log: Callable
         files, tokenizer_suffix = build_tokenization_code()
         code |= files
         old_suffixes.add(find_code_suffix(old_class))
-        renewed = {**tokenizer_values, "auto_map": name_tokenizer_class(tokenizer_suffix)}
+        # Earlier exports name a bos_token only if they add it, and transformers 5 omits add_bos_token when it saves.
+        add_bos = tokenizer_values.get("add_bos_token", "bos_token" in tokenizer_values)
+        renewed = {ADD_BOS_KEY: add_bos, **tokenizer_values, "auto_map": name_tokenizer_class(tokenizer_suffix)}
         configs[TOKENIZER_CONFIG_FILE] = (tokenizer_values, renewed)
     if tokenizer_values.get("model_max_length") == config.model.seq_length:  # what earlier versions wrote
         renewed = configs.get(TOKENIZER_CONFIG_FILE, (tokenizer_values, tokenizer_values))[1]
@@ -99,7 +105,7 @@ def _find_own_classes(classes: Mapping[str, Any]) -> Mapping[str, Any]:
     For a model that was loaded and saved, transformers writes a different one: only the classes used to load it,
     prefixed with the folder.
     """
-    local = {name: _REPOSITORY_PREFIX.sub("", text) for name, text in classes.items() if isinstance(text, str)}
+    local = {name: strip_repository(text) for name, text in classes.items() if isinstance(text, str)}
     suffix = find_code_suffix(next(iter(local.values()), ""))
     own = {name: text.replace(".", f"{suffix}.") for name, text in AUTO_MAP.items()}
     return own if local.items() <= own.items() else classes

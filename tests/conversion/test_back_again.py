@@ -14,6 +14,7 @@ from megatron.cli.convert import import_
 from megatron.conversion.export_model import export_model
 from megatron.conversion.import_model import import_model
 from megatron.data.load_tokenizer import load_run_tokenizer
+from megatron.data.tokenizers import load_tokenizer_from_files
 from megatron.options.commands import ImportOptions
 from megatron.position.registry import list_encodings, list_processors, list_temperatures
 from megatron.utils.errors import RunError, UserError
@@ -172,6 +173,57 @@ def test_the_tokenizer_comes_back(kind: str, tmp_path: Path) -> None:
     again = open_run(tmp_path / "again")
     assert again.tokenizer_name == tokenizer.name
     assert load_run_tokenizer(again.folder, again.config.data, again.tokenizer_name).name == tokenizer.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "end_token"), [("HFTokenizer", "the"), ("GPT2BPETokenizer", "the"), ("SPMTokenizer", "▁the")]
+)
+def test_the_end_token_comes_back(kind: str, end_token: str, tmp_path: Path) -> None:
+    """An end token without one of the common names also ends documents in the imported model's attention."""
+    files = open_tokenizers(write_tokenizers(tmp_path))[kind].files.values()
+    tokenizer = load_tokenizer_from_files(kind, *files, end_token=end_token)
+    case = ExportCase("document", {"pos_emb": "alibi", "attention_mask": "document"})
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, tokenizer.vocab_size), tokenizer)
+    import_model(export_model(run, tmp_path / "export", log=lambda line: None), tmp_path / "again")
+    again = open_run(tmp_path / "again")
+    assert load_run_tokenizer(again.folder, again.config.data, again.tokenizer_name).eod == tokenizer.eod
+    tokens = torch.arange(3 * LENGTH).reshape(3, LENGTH) * 7 % tokenizer.vocab_size
+    tokens[:, LENGTH // 2] = tokenizer.eod
+    with torch.inference_mode():
+        first, second = (load_model(folder).model(tokens) for folder in (run, tmp_path / "again"))
+    assert torch.equal(first, second)
+
+
+def test_a_model_that_was_finetuned_and_saved(tmp_path: Path) -> None:
+    """transformers keeps only the classes that it used, under the name of the repository they came from."""
+    import transformers
+
+    tokenizer = open_tokenizers(write_tokenizers(tmp_path))["GPT2BPETokenizer"]
+    case = ExportCase("document", {"pos_emb": "alibi", "attention_mask": "document"})
+    run = write_run(tmp_path / "run", case.build_config(), build_gpt(case, tokenizer.vocab_size), tokenizer)
+    target, saved = export_model(run, tmp_path / "export", log=lambda line: None), tmp_path / "saved"
+    model = transformers.AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True)
+    own = transformers.AutoTokenizer.from_pretrained(target)
+    model.save_pretrained(saved)
+    own.eos_token = own.convert_ids_to_tokens(5)  # a turn of a chat, for example; not where documents end
+    own.save_pretrained(saved)
+    values = json.loads((saved / "config.json").read_text())
+    values["auto_map"] = {
+        name: f"me/model--{values['auto_map'][name]}" for name in ("AutoConfig", "AutoModelForCausalLM")
+    }
+    (saved / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"saved: vocab\.json and merges\.txt of tokenizer GPT2BPETokenizer not found"):
+        import_model(saved, tmp_path / "again")
+    tokenizer.copy_files(saved)
+    import_model(saved, tmp_path / "again")
+    tokens = torch.arange(3 * LENGTH).reshape(3, LENGTH) * 7 % tokenizer.vocab_size
+    tokens[:, LENGTH // 2], tokens[:, LENGTH // 4] = tokenizer.eod, 5
+    with torch.inference_mode():
+        assert torch.equal(load_model(tmp_path / "again").model(tokens), load_model(run).model(tokens))
+    values["auto_map"]["AutoModelForCausalLM"] = "me/model--modeling_other.Other"
+    (saved / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"auto_map is .*: the model needs custom code, which is not run"):
+        import_model(saved, tmp_path / "third")
 
 
 def test_every_encoding_and_processor_is_among_them() -> None:

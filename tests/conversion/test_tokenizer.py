@@ -1,5 +1,6 @@
 """The transformers tokenizer of an export gives our tokens for any text."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from tokenizer_files import open_tokenizers, write_tokenizers
 
 from megatron.conversion.hf_tokenizer import write_hf_tokenizer
-from megatron.data.tokenizers import Tokenizer
+from megatron.conversion.import_model import resolve_tokenizer
+from megatron.conversion.model_family import ModelSource
+from megatron.data.tokenizers import Tokenizer, load_tokenizer_from_files
 
 KINDS = ("bytes", "HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer")
 TEXTS = [
@@ -74,3 +77,43 @@ def test_ends_and_padding(kind: str, pairs: dict[str, tuple[Tokenizer, Any]]) ->
     assert first[-1] == 1
     assert set(second) == {1}
     assert len(theirs) <= ours.vocab_size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_added_tokens_have_ids_of_their_own(kind: str, pairs: dict[str, tuple[Tokenizer, Any]], tmp_path: Path) -> None:
+    import transformers
+
+    ours, theirs = pairs[kind]
+    theirs = copy.deepcopy(theirs)
+    for number, name in enumerate(("<turn>", "<call>")):
+        assert theirs.add_tokens([name], special_tokens=True) == 1
+        assert theirs.convert_tokens_to_ids(name) == ours.vocab_size + number
+    assert len(theirs) == ours.vocab_size + 2
+    theirs.split_special_tokens = False
+    theirs.save_pretrained(tmp_path)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
+    for tokenizer in (theirs, loaded):
+        ids = tokenizer("the<turn>")["input_ids"]
+        assert ids == [*ours.encode("the"), ours.vocab_size]
+        assert tokenizer.decode(ids).replace(" ", "") == "the<turn>"
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"])
+def test_a_saved_tokenizer_adds_the_same_token(kind: str, adds_bos: bool, tmp_path: Path) -> None:
+    """transformers 5 does not write add_bos_token."""
+    import transformers
+
+    files = open_tokenizers(write_tokenizers(tmp_path))[kind].files.values()
+    ours = load_tokenizer_from_files(kind, *files)
+    ours.bos = {"HFTokenizer": 0, "GPT2BPETokenizer": 0, "SPMTokenizer": 1}[kind] if adds_bos else None
+    folder = tmp_path / "export"
+    folder.mkdir()
+    write_hf_tokenizer(ours, folder, None)
+    for _ in range(3):
+        theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        assert theirs("the there")["input_ids"] == ours.encode_with_bos("the there")
+        folder = tmp_path / f"{folder.name} again"
+        theirs.save_pretrained(folder)
+    if kind == "SPMTokenizer":
+        assert resolve_tokenizer(ModelSource(folder, "", {}, None, folder), None, None, None).bos == ours.bos  # type: ignore[arg-type]

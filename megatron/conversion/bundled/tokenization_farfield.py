@@ -4,6 +4,8 @@ No class in transformers reads a SentencePiece file without changing the tokens 
 """
 
 import shutil
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +18,40 @@ VOCAB_FILE = "tokenizer.model"
 class FarfieldTokenizer(PreTrainedTokenizer):
     """SentencePiece tokenizer.
 
-    Adds the beginning-of-text token if training did; special tokens in a text are not parsed.
+    Adds the beginning-of-text token if training did. Special and added tokens in a text are not parsed, unless
+    `split_special_tokens` is False.
+
+    Args:
+        vocab_file: the SentencePiece model.
+        add_bos_token: True to add the beginning-of-text token before a text; `farfield_add_bos` if None.
+        farfield_add_bos: the same under a name that transformers 5 keeps when it saves a tokenizer.
     """
 
     vocab_files_names = {"vocab_file": VOCAB_FILE}  # noqa: RUF012 (transformers' own form)
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
-    def __init__(self, vocab_file: str, add_bos_token: bool = False, **kwargs: Any) -> None:
-        self.vocab_file, self.add_bos_token = vocab_file, add_bos_token
+    def __init__(
+        self, vocab_file: str, add_bos_token: bool | None = None, farfield_add_bos: bool = False, **kwargs: Any
+    ) -> None:
+        self.vocab_file = vocab_file
+        self.add_bos_token = farfield_add_bos if add_bos_token is None else add_bos_token
         self.sp_model = sentencepiece.SentencePieceProcessor(model_file=vocab_file)
-        kwargs["split_special_tokens"] = True
-        super().__init__(add_bos_token=add_bos_token, **kwargs)
+        kwargs.setdefault("split_special_tokens", True)
+        super().__init__(add_bos_token=self.add_bos_token, farfield_add_bos=farfield_add_bos, **kwargs)
+
+    @property
+    def farfield_add_bos(self) -> bool:
+        """Value that transformers writes when it saves the tokenizer."""
+        return self.add_bos_token
 
     @property
     def vocab_size(self) -> int:
+        """Number of pieces in the SentencePiece model, without added tokens."""
         return int(self.sp_model.get_piece_size())
 
     def get_vocab(self) -> dict[str, int]:
-        return {self.sp_model.id_to_piece(i): i for i in range(self.vocab_size)}
+        """Return the ids of all pieces and added tokens. transformers numbers further tokens from its length on."""
+        return {self.sp_model.id_to_piece(i): i for i in range(self.vocab_size)} | self.added_tokens_encoder
 
     def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
         return [self.sp_model.id_to_piece(i) for i in self.sp_model.encode(text, out_type=int)]
@@ -51,7 +69,13 @@ class FarfieldTokenizer(PreTrainedTokenizer):
         return str(self.sp_model.id_to_piece(index))
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        return str(self.sp_model.decode([self.sp_model.piece_to_id(token) for token in tokens]))
+        """Return the text of tokens. Added tokens, which the SentencePiece model does not have, stay as they are."""
+        added = {token for token, index in self.added_tokens_encoder.items() if index >= self.vocab_size}
+        runs = groupby(tokens, key=lambda token: token in added)
+        return "".join("".join(run) if is_added else self._decode_pieces(run) for is_added, run in runs)
+
+    def _decode_pieces(self, pieces: Iterable[str]) -> str:
+        return str(self.sp_model.decode([self.sp_model.piece_to_id(piece) for piece in pieces]))
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         target = Path(save_directory) / (f"{filename_prefix}-{VOCAB_FILE}" if filename_prefix else VOCAB_FILE)

@@ -49,6 +49,8 @@ CHECKSUMS_FILE = "checksums.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_TYPE_KEY = "farfield_tokenizer"
 """Key in an export's tokenizer_config.json for this project's name of the tokenizer type."""
+ADD_BOS_KEY = "farfield_add_bos"
+"""Key in the same file that repeats add_bos_token, which transformers 5 omits when it saves a tokenizer."""
 
 
 def _from_hf_config(config_reader: HFConfigReader) -> dict[str, Any]:
