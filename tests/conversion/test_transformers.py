@@ -109,6 +109,36 @@ def test_only_tokens_of_the_vocabulary_are_drawn(model: Any) -> None:
     assert found.max() < VOCABULARY
 
 
+def test_added_tokens_can_be_drawn(transformers: Any, exported: tuple[GPT, Path]) -> None:
+    """Their rows were padding; the remaining padding is still never drawn."""
+    model = load(transformers, exported[1])
+    model.resize_token_embeddings(VOCABULARY + 2, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[VOCABULARY:] = model.lm_head.weight[5]  # as likely as token 5
+    assert min(model.generation_config.suppress_tokens) == VOCABULARY + 2
+    torch.manual_seed(3)
+    found = model.generate(**batch(), max_new_tokens=200, do_sample=True, top_k=0, temperature=3.0)
+    assert {VOCABULARY, VOCABULARY + 1} <= set(found.flatten().tolist())
+
+
+def test_the_configuration_requests_outputs(transformers: Any, exported: tuple[GPT, Path]) -> None:
+    """A request in the configuration has the effect of the argument of the same name."""
+    tokens = torch.tensor([[3, 1, 4]])
+    model = load(transformers, exported[1], output_hidden_states=True)
+    expected = load(transformers, exported[1])(tokens, output_hidden_states=True)
+    for found, wanted in zip(model(tokens).hidden_states, expected.hidden_states, strict=True):
+        assert torch.equal(found, wanted)
+    assert model(tokens, output_hidden_states=False).hidden_states is None
+    model.config.return_dict = False
+    logits, *_ = model(tokens)
+    assert torch.equal(logits, expected.logits)
+    hidden, *_ = model.model(tokens)
+    assert torch.equal(hidden, expected.hidden_states[-1])
+    assert model(tokens, return_dict=True).logits is not None
+    with pytest.raises(ValueError, match="does not support output_attentions"):
+        load(transformers, exported[1], output_attentions=True)(tokens)
+
+
 def test_the_loss_is_the_project_s(model: Any, exported: tuple[GPT, Path]) -> None:
     tokens = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

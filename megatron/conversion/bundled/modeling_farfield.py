@@ -7,7 +7,7 @@ one. Dimensions: B batch, T new tokens, D hidden size, H heads, g key and value 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import configuration_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import logging
+from transformers.utils import ModelOutput, logging
 
 from megatron.attention.documents import find_document_starts, split_documents
 from megatron.attention.inputs import AttentionInputs
@@ -69,6 +69,7 @@ STATIC_CACHES = frozenset(
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
 """Arguments by which transformers' collators describe sequences packed into one row, in addition to position_ids."""
 
+OutputT = TypeVar("OutputT", bound=ModelOutput)
 Activation = Callable[[Tensor], Tensor]
 GATED: dict[str, Activation] = {
     "geglu": F.gelu,
@@ -463,6 +464,10 @@ class FarfieldPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["FarfieldLayer"]  # noqa: RUF012 (transformers' own form)
     _skip_keys_device_placement = ["past_key_values", CACHE_FIELD]  # noqa: RUF012
 
+    def _to_requested_type(self, output: OutputT, return_dict: bool | None) -> OutputT | tuple[Any, ...]:
+        """Return an output as it is or as a tuple, as `return_dict` or else the configuration requests."""
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize weights that are missing from a file; they would otherwise contain arbitrary memory."""
         if type(module) in (nn.Linear, nn.Embedding):
@@ -511,7 +516,7 @@ class FarfieldModel(FarfieldPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Compute hidden states.
 
         Sequences packed into one row do not interact: each yields the same result as by itself. They are described as
@@ -535,6 +540,8 @@ class FarfieldModel(FarfieldPreTrainedModel):
         past_key_values = _take_cache(past_key_values, kwargs)
         packing = {name: kwargs.pop(name, None) for name in PACKING_ARGUMENTS}
         cache_position = kwargs.pop("cache_position", None)
+        if self.config.output_attentions:
+            kwargs.setdefault("output_attentions", True)
         _check_no_extra_arguments(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds")
@@ -585,11 +592,14 @@ class FarfieldModel(FarfieldPreTrainedModel):
             # The first layer's cache stores the document ends.
             x = layer(x, segments, past_key_values, None if len(hidden_states) > 1 else document_ends)
         x = self.norm(x)
-        return BaseModelOutputWithPast(
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        output = BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=(*hidden_states, x) if output_hidden_states else None,
             **{CACHE_FIELD: past_key_values},
         )
+        return self._to_requested_type(output, return_dict)
 
     def _find_document_ends(self, input_ids: Tensor | None) -> Tensor | None:
         """Return which tokens end a document, int32 [B, T, 1], or None for a model without document masking."""
@@ -645,6 +655,14 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: Any) -> None:
         self.lm_head = new_embeddings
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Change the number of tokens. Rows that were padding may then be generated, because they are now tokens."""
+        embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        suppressed = self.generation_config.suppress_tokens
+        if new_num_tokens is not None and suppressed:
+            self.generation_config.suppress_tokens = [token for token in suppressed if token >= new_num_tokens] or None
+        return embeddings
+
     def _prepare_cache_for_generation(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         """Reject a static cache before transformers creates and keeps it."""
         if (name := generation_config.cache_implementation) in STATIC_CACHES:
@@ -682,6 +700,7 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
             **kwargs,
         )
         logit_slice = (
@@ -701,7 +720,7 @@ class FarfieldForCausalLM(FarfieldPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             **{CACHE_FIELD: outputs.get(CACHE_FIELD)},
         )
-        return output if return_dict is None or return_dict else output.to_tuple()
+        return self._to_requested_type(output, return_dict)
 
 
 def _take_cache(past_key_values: Any, kwargs: dict[str, Any]) -> Cache | None:
