@@ -69,11 +69,13 @@ def sweep(*files: str | Path, quiet: bool = False, **keys: Any) -> list[dict[str
         files, quiet, keys: as for `train`; keys of the sweep as `**{"sweep.output": "runs/mine"}`.
 
     Returns:
-        The records of the sweep, as returned by `read_results`.
+        The records of the sweep, as returned by `read_results`. They are empty if no run has ended, as after submitting
+        the first runs to SLURM.
 
     Raises:
         UserError, RunError: the command failed.
     """
+    from megatron.reports.records import RESULTS_FILE
     from megatron.sweeps.spec import read_sweep
 
     names, overrides = to_paths("files", files), format_overrides(keys)
@@ -81,7 +83,7 @@ def sweep(*files: str | Path, quiet: bool = False, **keys: Any) -> list[dict[str
         raise UserError("no files given; name the files of the sweep")
     output = read_sweep(names, overrides).output_folder
     run_command("sweep", "--", *names, *overrides, quiet=quiet)
-    return read_results(output)
+    return read_results(output) if (output / RESULTS_FILE).exists() else []
 
 
 @report_argument_errors

@@ -198,16 +198,19 @@ def _describe_other_checkpoints(checkpoint: Path) -> str:
 def find_latest_valid(run: str | Path) -> Path | None:
     """Return the newest checkpoint of a run with unchanged files, or None if the run has no checkpoints.
 
+    The run may be training: if it replaces its checkpoints meanwhile, the new ones are read.
+
     Raises RunError if there are checkpoints but all are damaged.
     """
-    problems = []
-    for checkpoint in reversed(list_checkpoints(run)):
-        problem = find_damage(checkpoint)
-        if problem is None:
-            return checkpoint
-        problems.append(f"{checkpoint}: {problem}")
-    if problems:
-        raise RunError(f"{run}: all checkpoints are damaged: {'; '.join(problems)}; {REWRITE_HINT}")
+    while checkpoints := list_checkpoints(run):
+        problems = []
+        for checkpoint in reversed(checkpoints):
+            problem = find_damage(checkpoint)
+            if problem is None:
+                return checkpoint
+            problems.append(f"{checkpoint}: {problem}")
+        if list_checkpoints(run) == checkpoints:
+            raise RunError(f"{run}: all checkpoints are damaged: {'; '.join(problems)}; {REWRITE_HINT}")
     return None
 
 

@@ -148,7 +148,9 @@ def run_sweep(
             progress_console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
         try:
             with acknowledge_signals(log, STOPPING_MESSAGE):
-                return _run_members(sweep, progress_console, log, member, array, retry_failed)
+                if member is not None:
+                    return _run_one_member(sweep, member, progress_console, log, retry_failed)
+                return _run_members(sweep, progress_console, log, array, retry_failed)
         except (KeyboardInterrupt, StoppedBySignal) as stop:
             stop.add_note(RESUME_HINT)
             raise
@@ -187,10 +189,33 @@ def _build_array_job(
     )
 
 
+def _run_one_member(sweep: Sweep, index: int, console: Console, log: Log, retry_failed: bool) -> list[Record]:
+    """Run the member with an index, as a task of a job array. The others may be running, or have failed."""
+    sweep = replace(sweep, members=(sweep.members[index],))
+    (member,) = sweep.members
+    finished_steps = {member: find_finished_step(member)}  # rejects a foreign folder first
+    diverged = find_diverged(sweep, retry_failed)
+    if sweep.options.corpus is not None:
+        _prepare_corpus(sweep.options.corpus, console, log)
+    work = estimate_work(sweep, finished_steps, log)[member]
+    digests, saved = load_saved_members(sweep, log, retry_failed)
+    outcome = saved.get(member, RunOutcome(failure=diverged.get(member)))
+    if outcome.failure is not None:
+        raise RunError(f"{member.name}: {outcome.failure}; {RETRY_DIVERGED_HINT}")
+    if member in saved:
+        log(f"{member.name} has saved records in {sweep.options.records}")
+        return outcome.records
+    with ProgressMeter(console, work.items) as meter:
+        records = run_member(member, work, meter)
+    if member in digests:
+        save_outcome(sweep, member, RunOutcome(records), digests[member])
+    return records
+
+
 def _run_members(
-    sweep: Sweep, console: Console, log: Log, only_member: int | None, array: slurm.SlurmJob | None, retry_failed: bool
+    sweep: Sweep, console: Console, log: Log, array: slurm.SlurmJob | None, retry_failed: bool
 ) -> list[Record]:
-    """Run the remaining work: one member, a job array, or everything in this process."""
+    """Run the remaining work of all members: as a job array, or in this process."""
     start_time = time.monotonic()
     finished_steps = {member: find_finished_step(member) for member in sweep.members}  # rejects foreign folders first
     diverged = find_diverged(sweep, retry_failed)
@@ -219,14 +244,13 @@ def _run_members(
             )
         if not indices:
             return []
-    if only_member is None and sweep.options.records is not None:
+    if sweep.options.records is not None:
         check_sweep_disk(sweep, [sweep.members[i] for i in indices])
-    if only_member is None:
-        begins = list_startable([sweep.members[i] for i in indices], finished_steps)
-        has_tasks = any(member.config.logging.harness.tasks for member in begins)
-        tasks = ", and harness.tasks, which imports lm_eval" if has_tasks else ""
-        with WaitAnnouncer(log, f"checking the data and the starting points of the runs{tasks}"):
-            check_member_starts(begins, in_queue=array is not None)
+    begins = list_startable([sweep.members[i] for i in indices], finished_steps)
+    has_tasks = any(member.config.logging.harness.tasks for member in begins)
+    tasks = ", and harness.tasks, which imports lm_eval" if has_tasks else ""
+    with WaitAnnouncer(log, f"checking the data and the starting points of the runs{tasks}"):
+        check_member_starts(begins, in_queue=array is not None)
     if array is not None and indices:
         job = replace(array, array=slurm.format_array_indices(indices))
         for line in slurm.describe_submission(job, slurm.submit_job(job)):
@@ -236,18 +260,6 @@ def _run_members(
             "report"
         )
         return []
-    if only_member is not None:
-        member = sweep.members[only_member]
-        if member in kept:
-            return kept[member]
-        if member in diverged:
-            raise RunError(f"{member.name}: {diverged[member]}; {RETRY_DIVERGED_HINT}")
-        work = works[member]
-        with ProgressMeter(console, work.items) as meter:
-            records = run_member(member, work, meter)
-        if member in digests:
-            save_outcome(sweep, member, RunOutcome(records), digests[member])
-        return records
     save_experiment(sweep, digests)
     pending = {member: work for member, work in works.items() if member not in elsewhere}
     unsaved = {member: digest for member, digest in digests.items() if member not in saved}

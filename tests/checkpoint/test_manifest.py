@@ -115,6 +115,19 @@ def test_an_older_complete_checkpoint_is_used(checkpoint: Path) -> None:
     assert manifest.find_latest_valid(checkpoint) is None
 
 
+def test_checkpoints_of_a_training_run_may_be_replaced(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that trains the run writes a new checkpoint and removes the one that is being read."""
+    newer, find_damage = checkpoint.with_name("step_0000006"), manifest.find_damage
+
+    def find_damage_late(path: Path) -> str | None:
+        if not newer.exists():
+            checkpoint.rename(newer)
+        return find_damage(path)
+
+    monkeypatch.setattr(manifest, "find_damage", find_damage_late)
+    assert manifest.find_latest_valid(checkpoint.parents[1]) == newer
+
+
 def test_unrelated_files_are_ignored(checkpoint: Path) -> None:
     (checkpoint / "notes.txt").write_text("a good one")
     (checkpoint / "deepspeed" / ".DS_Store").write_text("")

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from farfield import commands
 from megatron.checkpoint.compatibility import DEEPSPEED_FOLDER
+from megatron.checkpoint.layout import WEIGHTS
 from megatron.distributed.process_groups import ProcessGroups
 from megatron.launch.slurm import format_array_indices
 from megatron.model.build import build_model
 from megatron.sweeps import run_sweep as sweeps
 from megatron.sweeps.spec import read_sweep
 from megatron.training.metrics_log import METRICS_FILE
-from megatron.utils.errors import UserError
+from megatron.utils.errors import RunError, UserError
 
 from .conftest import BASE, Trainer, run, write
 
@@ -102,6 +104,27 @@ def test_one_task_trains_a_run_that_variants_share(sbatch: None, trainer: Traine
     _, output = run(*keys)
     assert "wait" not in output
     assert "#SBATCH --array=0-5\n" in Path("out/job.sbatch").read_text()
+
+
+def test_a_task_depends_on_no_other_run(sbatch: None, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run may have failed, or be replacing its checkpoints."""
+    run(*KEYS)
+    first, other, *_ = read_sweep(["sweep.yml"], KEYS).members
+    (trainer.save(other.resolved_config, other.folder, 3) / WEIGHTS).unlink()
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    found = sweeps.run_sweep(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=0)
+    assert {record.method for record in found} == {first.variant}
+    with pytest.raises(RunError, match="all checkpoints are damaged"):
+        sweeps.run_sweep(["sweep.yml"], KEYS, Console(file=io.StringIO()), member=1)
+
+
+def test_python_gets_no_records_of_submitted_runs(
+    sbatch: None, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "run_command", lambda *_, **__: run(*KEYS))
+    keys = {"launcher": "slurm", "num_gpus": 1, "slurm.cpus_per_task": 2, "sweep.seeds": [3, 4]}
+    assert commands.sweep("sweep.yml", **keys) == []
+    assert Path("out/job.sbatch").exists()
 
 
 def test_a_dry_run_prints_the_script_and_makes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
