@@ -16,13 +16,15 @@ one-line message. Importing this package takes a few milliseconds, because torch
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from farfield.attention_maps import AttentionMaps
     from farfield.commands import analyze, evaluate, list_methods, prepare, read_results, sweep, train
-    from farfield.models import AttentionMaps, Model, TokenLosses, load
+    from farfield.models import Model, TokenLosses, load
     from megatron.utils.errors import FarfieldWarning, RunError, UserError
 
 _MODULES = {
+    "farfield.attention_maps": ("AttentionMaps",),
     "farfield.commands": ("analyze", "evaluate", "list_methods", "prepare", "read_results", "sweep", "train"),
-    "farfield.models": ("AttentionMaps", "Model", "TokenLosses", "load"),
+    "farfield.models": ("Model", "TokenLosses", "load"),
     "megatron.utils.errors": ("FarfieldWarning", "RunError", "UserError"),
 }
 __all__ = [

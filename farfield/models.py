@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farfield.arguments import describe_value, report_argument_errors, to_integer, to_path, to_string
+from farfield.attention_maps import AttentionMaps, compute_maps
 from megatron.data.tokenizers import ByteTokenizer
 from megatron.options.commands import GenerationOptions
 from megatron.options.model import MAX_LENGTH
@@ -91,7 +93,10 @@ class Model:
 
     @property
     def module(self) -> Any:
-        """The `torch.nn.Module`: `module(tokens [B, T])` returns logits [B, T, vocabulary]."""
+        """The `torch.nn.Module`: `module(tokens [B, T])` returns logits [B, T, vocabulary].
+
+        It may be trained further. The model's other methods use its current weights, without dropout.
+        """
         return self._loaded.model
 
     @property
@@ -171,7 +176,7 @@ class Model:
                 f"the text has {format_quantity(len(tokens), 'token')}; a window of {length:,} needs {length + 1:,}"
             )
         starts = np.arange(0, len(tokens) - length, num_scored, dtype=np.int64)
-        with self._lock:
+        with self._evaluation():
             losses = compute_window_losses(self._loaded.model, tokens, starts, length, num_scored)
         targets = starts[:, None] + np.arange(length - num_scored + 1, length + 1)
         return TokenLosses(length, tokens[targets], losses)
@@ -215,7 +220,7 @@ class Model:
         if not prompts:
             return []
         texts = [""] * len(prompts)
-        with self._lock:
+        with self._evaluation():
             for completion, _ in generator.generate([generator.encode(each) for each in prompts]):
                 texts[completion.prompt_index] = completion.text
         return texts[0] if isinstance(prompt, str) else texts
@@ -300,9 +305,9 @@ class Model:
 
         def capture_layer(layer: int, inputs: AttentionInputs) -> None:
             if layer in wanted:
-                found[layer] = _compute_maps(inputs)
+                found[layer] = compute_maps(inputs)
 
-        with self._lock:
+        with self._evaluation():
             run_forward(self._loaded.model, tokens, capture_layer)
         return found
 
@@ -315,6 +320,18 @@ class Model:
         from farfield.commands import analyze
 
         return analyze([self._checkpoint], output, **{**self._reading, **options})
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        """Reserve the model for this thread, and disable dropout even if a training loop has left it enabled."""
+        with self._lock:
+            in_training = [part for part in self.module.modules() if part.training]
+            self.module.eval()
+            try:
+                yield
+            finally:
+                for part in in_training:
+                    part.training = True
 
     def _to_tokens(self, text: str | bytes | Sequence[int] | np.ndarray) -> np.ndarray:
         if isinstance(text, str):
@@ -387,61 +404,3 @@ class TokenLosses:
         """Return the mean loss at each target position of the window, float64 [targets]."""
         mean: np.ndarray = self.values.mean(axis=0)
         return mean
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class AttentionMaps:
-    """Attention maps of one layer for one window, float32 [heads, queries, keys]; NaN for hidden keys.
-
-    Equality is identity, because arrays have no truth value.
-    """
-
-    scores: np.ndarray
-    """Scores q·k/√d with weights and contextual terms, before bias and score processor."""
-    bias: np.ndarray | None
-    """Bias of the encoding, or None if it adds none."""
-    logits: np.ndarray
-    """Logits: scores plus bias, after the score processor if there is one."""
-    weights: np.ndarray
-    """Attention weights after the softmax."""
-
-    def __repr__(self) -> str:
-        heads, queries, keys = self.weights.shape
-        bias = "no bias" if self.bias is None else "a bias"
-        return f"<AttentionMaps: {heads} heads × {queries:,} queries × {keys:,} keys, {bias}>"
-
-    @property
-    def processor_term(self) -> np.ndarray:
-        """Term that the score processor adds to scores and bias."""
-        added: np.ndarray = self.logits - self.scores - (0 if self.bias is None else self.bias)
-        return added
-
-
-def _compute_maps(inputs: AttentionInputs) -> AttentionMaps:
-    import torch
-
-    from megatron.attention.inputs import iter_row_blocks
-    from megatron.attention.reference import (
-        compute_logits,
-        compute_scores_and_bias,
-        compute_visible_mask,
-        compute_weights,
-        precompute_terms,
-    )
-    from megatron.evaluation.forward_passes import choose_block_size
-
-    shape = (inputs.q.shape[1], inputs.query.length, inputs.key.length)
-    maps: dict[str, np.ndarray] = {}
-    with torch.no_grad():
-        for block in iter_row_blocks(precompute_terms(inputs), choose_block_size(inputs)):
-            rows = slice(block.query.start, block.query.stop)
-            columns = slice(block.key.start, block.key.start + block.key.length)
-            is_hidden = ~compute_visible_mask(block)
-            scores, bias = compute_scores_and_bias(block)
-            parts = {"scores": scores, "logits": compute_logits(block), "weights": compute_weights(block)}
-            if bias is not None:
-                parts["bias"] = bias.expand_as(scores)
-            for name, values in parts.items():
-                whole = maps.setdefault(name, np.full(shape, np.nan, dtype=np.float32))
-                whole[:, rows, columns] = values[0].float().masked_fill(is_hidden[0], torch.nan).cpu().numpy()
-    return AttentionMaps(maps["scores"], maps.get("bias"), maps["logits"], maps["weights"])

@@ -130,6 +130,26 @@ def test_rotary_has_maps_and_no_bias(corpus: Path, tmp_path: Path) -> None:
         model.bias_table()
 
 
+def test_a_training_loop_leaves_no_dropout(corpus: Path, tmp_path: Path) -> None:
+    """Losses, texts and maps use the trained weights and no dropout; the training loop may continue."""
+    model = load(corpus, tmp_path, pos_emb="transformer_xl", hidden_dropout=0.4, attention_dropout=0.4)
+    before = model.score(TEXT, 24)
+    model.module.train()
+    frozen = next(model.module.children()).eval()
+    tokens = torch.tensor([model.encode(TEXT)[:25]])
+    model.module(tokens[:, :-1]).logsumexp(-1).sum().backward()
+    torch.optim.SGD(model.module.parameters(), lr=1e-3).step()
+    trained = model.score(TEXT, 24)
+    maps, text = model.attention_maps("1 2 3", layers=[0])[0], model.generate("1 2 3", max_new_tokens=5, seed=3)
+    assert model.module.training
+    assert not frozen.training
+    model.module.eval()
+    assert not np.array_equal(trained.values, before.values)
+    assert np.array_equal(trained.values, model.score(TEXT, 24).values)
+    assert np.array_equal(maps.weights, model.attention_maps("1 2 3", layers=[0])[0].weights, equal_nan=True)
+    assert text == model.generate("1 2 3", max_new_tokens=5, seed=3)
+
+
 def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
     written = model.generate("1 2 3", maximum_tokens=5, temperature=0)
     tokens = model.encode("1 2 3")
