@@ -84,7 +84,8 @@ def read_neox_source(checkpoint: Path, configs: Sequence[Path] = ()) -> ModelSou
         raise UserError(
             f"{checkpoint}: contains no {CONFIGS_FOLDER}/*.yml; specify the model's configuration with --config"
         )
-    loaded = merge_documents([_select_model_keys(read_yaml(path)) for path in files])
+    documents = [read_yaml(path) for path in files]
+    loaded = merge_documents([_select_model_keys(document) for document in documents])
     config = loaded.config
     if config.model.use_qk_layernorm:
         raise UserError(
@@ -99,6 +100,9 @@ def read_neox_source(checkpoint: Path, configs: Sequence[Path] = ()) -> ModelSou
     sections = (config.model, config.position)
     keys = {name: value for section in sections for name, value in section.model_dump(exclude_unset=True).items()}
     keys.pop("mlp_multiple_of", None)
+    if config.model.norm == "rmsnorm" and not _has_fused_rmsnorm(documents):
+        # GPT-NeoX divides by rms + ε, which √(rms² + ε²) equals up to a factor of 1 + ε/rms. √(rms² + ε) may not.
+        keys["rms_norm_epsilon"] = config.model.rms_norm_epsilon**2
     notes = loaded.notes
     if (activation := config.model.activation) in GATED_ACTIVATIONS:
         ffn_size = _read_gated_ffn_size(checkpoint)
@@ -109,6 +113,12 @@ def read_neox_source(checkpoint: Path, configs: Sequence[Path] = ()) -> ModelSou
                 f"{checkpoint}: using the feed-forward width of its weights, {ffn_size}, not {configured_size}",
             )
     return ModelSource(checkpoint, "GPT-NeoX", keys, partial(_open_weights, checkpoint), None, notes)
+
+
+def _has_fused_rmsnorm(documents: Sequence[YamlDocument]) -> bool:
+    """Return True if a configuration selects a kernel for its rmsnorm, which adds ε to the mean square as we do."""
+    values = {name.replace("-", "_"): value for document in documents for name, value in document.values.items()}
+    return values.get("norm") == "te_rmsnorm" or values.get("rmsnorm_fusion") is True
 
 
 def _read_gated_ffn_size(checkpoint: Path) -> int:

@@ -1,5 +1,6 @@
 """Checkpoints of GPT-NeoX, KERPLE and DAPE give the results of their tensor-parallel ranks."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from neox_layout import HEADS, INNER, LAYERS, LENGTH, ROWS, WIDTH, Layout
 from published import RunsCode
 
 from megatron.checkpoint.load_model import load_model
-from megatron.config.yaml_files import dump_yaml
+from megatron.config.load import load_config
+from megatron.config.yaml_files import dump_yaml, read_yaml
 from megatron.conversion.import_model import import_model
 from megatron.utils.errors import RunError, UserError
 from tools.tolerances import assert_close_in_rounding, count_gpt_sums
@@ -106,6 +108,23 @@ def test_the_same_logits(name: str, tmp_path: Path) -> None:
         ours, reference = ours[:, :-1], reference[:, :-1]
     # The reference uses float32 angles; a kernel's powers and logarithms have errors of a few units.
     assert_close_in_rounding(ours, reference, TERMS, SUMS + 2 * LAYERS * 8)
+
+
+@pytest.mark.parametrize("epsilon", [1e-8, 1e-5])
+@pytest.mark.parametrize("fused", [{}, {"rmsnorm_fusion": True}, {"norm": "te_rmsnorm"}], ids=str)
+def test_rmsnorm_adds_epsilon_as_in_gpt_neox(fused: dict[str, Any], epsilon: float, tmp_path: Path) -> None:
+    """GPT-NeoX's own code adds it to the root mean square, and its kernels to the mean square."""
+    keys = {"pos_emb": "none", **SWIGLU, **UNTIED, **fused, "rms_norm_epsilon": epsilon}
+    theirs = layout({**keys, "norm": "rmsnorm"}).fill()
+    source = theirs.write(tmp_path / "source")
+    (config,) = source.glob("*/configs/*.yml")
+    config.write_text(dump_yaml({**read_yaml(config).values, **fused}))
+    found = load_config([str(imported(source) / "config.yml")]).config.model.rms_norm_epsilon
+    if fused:
+        assert found == epsilon
+        return
+    for rms in (0.02, 0.5, 3.0):  # 0.02 is that of embeddings at the start of training
+        assert math.isclose(math.sqrt(rms**2 + found), rms + epsilon, rel_tol=epsilon / rms)
 
 
 def test_the_comparison_can_fail(tmp_path: Path) -> None:

@@ -191,8 +191,10 @@ class Layout:
     def _norm(self, x: Tensor, name: str) -> Tensor:
         state = self.states[0]
         if f"{name}.scale" in state:
-            root = (x.square().mean(-1, keepdim=True) + self.of("rms_norm_epsilon", 1e-8)).rsqrt()
-            return x * root * state[f"{name}.scale"]
+            rms = (
+                x.norm(2, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
+            )  # as its RMSNorm, which adds epsilon to the root
+            return x / (rms + self.of("rms_norm_epsilon", 1e-8)) * state[f"{name}.scale"]
         return F.layer_norm(x, (WIDTH,), state[f"{name}.weight"], state[f"{name}.bias"], 1e-5)
 
     def _mlp(self, rank: int, layer: int, x: Tensor) -> Tensor:
