@@ -141,9 +141,11 @@ def find_member_divergence(member: SweepMember) -> RunFailure | None:
     run_keys, options = run_config.get_training_fingerprint(), run_config.checkpoint
     if any(run_keys.get(key) != value for key, value in member.resolved_config.get_training_fingerprint().items()):
         return None
-    is_resumed = options.load is not None and Path(options.load).is_relative_to(member.folder)
     start = member.config.checkpoint
-    if not is_resumed and (options.load, options.finetune) != (start.load, start.finetune):
+    # one of the paths may be relative
+    loaded, start_folder = (None if path is None else Path(path).absolute() for path in (options.load, start.load))
+    is_resumed = loaded is not None and loaded.is_relative_to(member.folder.absolute())
+    if not is_resumed and (loaded, options.finetune) != (start_folder, start.finetune):
         return None
     step, reason = divergence
     return build_failure(member, reason, step)

@@ -168,6 +168,20 @@ def test_a_diverged_run_is_a_result_unless_retried(trainer: Trainer) -> None:
     assert "failed" not in Path("out/report.html").read_text()
 
 
+def test_a_resumed_run_that_diverged_is_found_by_any_path(trainer: Trainer) -> None:
+    trainer.fails_at = "rotary"
+    with pytest.raises(RunError, match="the disk is full"):
+        run()
+    trainer.fails_at, trainer.diverges = None, "rotary"
+    with pytest.raises(RunError, match="failed at step 3: its loss is nan"):
+        run()
+    assert "rotary 1234 out/rotary/seed_1234" in trainer.calls()
+    for output in ("out", Path("out").absolute()):
+        with pytest.raises(RunError, match="failed at step 3: its loss is nan"):
+            run(f"sweep.output={output}")
+        assert not [call for call in trainer.calls() if call.startswith("rotary")]
+
+
 def test_failures_of_another_configuration_do_not_count(trainer: Trainer) -> None:
     trainer.diverges = "rotary"
     with pytest.raises(RunError, match="failed at step 3"):
