@@ -35,6 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from megatron.evaluation.protocols import ScoringPlan, TargetSet
 from megatron.evaluation.texts import EvalText
 from megatron.options.evaluation import EvaluationOptions
+from megatron.options.section import get_default
 from megatron.utils.atomic_io import check_new_file, parse_json, write_text_atomically
 from megatron.utils.errors import RunError, UserError
 from megatron.utils.field_errors import describe_field_error
@@ -179,7 +180,7 @@ def open_key_tokens(options: EvaluationOptions, text: EvalText, plan: ScoringPla
     """
     if "long_perplexity" not in (options.measures or ()):
         for name in ("key_tokens", "find_key_tokens", "key_alpha", "key_beta"):
-            if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
+            if getattr(options, name) != get_default(EvaluationOptions, name):
                 raise UserError(f"{name}: only for the measure long_perplexity; add it to measures")
         return None
     if options.key_tokens is None:

@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from megatron.options.section import CommaSeparated, ConfigSection, config_field, require_count, require_pattern
+from megatron.options.section import (
+    CommaSeparated,
+    ConfigSection,
+    config_field,
+    get_default,
+    require_count,
+    require_pattern,
+)
 from megatron.utils.errors import UserError, quote_text
 
 Split = Literal["train", "valid", "test"]
@@ -248,7 +255,7 @@ def _find_name_problems(corpora: Sequence[CorpusName]) -> Iterator[str]:
 def find_data_conflicts(data: DataOptions) -> Iterator[tuple[str, str]]:
     """Yield invalid or conflicting values: the key to blame, and one sentence with the values."""
     for name in TASK_KEYS if data.task is None else TEXT_KEYS:
-        if getattr(data, name) != type(data).model_fields[name].get_default(call_default_factory=True):
+        if getattr(data, name) != get_default(type(data), name):
             if data.task is None:
                 yield name, f"{name} is given without task"
             else:

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megatron.options.model import MAX_LENGTH, AttentionBackend
-from megatron.options.section import CommaSeparated, ConfigSection, config_field
+from megatron.options.section import CommaSeparated, ConfigSection, config_field, get_default
 from megatron.utils.errors import UserError
 
 Protocol = Literal["last", "nonoverlapping", "overlapping", "strided", "repeated", "passkey"]
@@ -292,7 +292,7 @@ def reject_text_options(options: EvaluationOptions, names: Iterable[str], why: s
         UserError: one of the options is not at its default.
     """
     for name in names:
-        if getattr(options, name) != EvaluationOptions.model_fields[name].get_default():
+        if getattr(options, name) != get_default(EvaluationOptions, name):
             raise UserError(f"{name} applies to texts only, but {why}; remove it", name)
 
 

@@ -8,6 +8,7 @@ import ast
 import inspect
 import re
 import textwrap
+from functools import cache
 from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
@@ -46,11 +47,12 @@ class ConfigSection(BaseModel):
     @classmethod
     def _reject_empty_text(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject empty strings, which have no meaning: an empty path would be the current folder."""
-        field = cls.model_fields[info.field_name or ""]
-        kinds = (field.annotation,) if get_origin(field.annotation) is list else get_args(field.annotation)
-        is_list = any(get_origin(kind) is list for kind in kinds) and str not in kinds
-        if value == "" and isinstance(value, str) and (not is_list or CommaSeparated in field.metadata):
-            raise PydanticCustomError("empty_text", "empty", {"optional": field.default is None})
+        if value == "" and isinstance(value, str):
+            field = cls.model_fields[info.field_name or ""]
+            kinds = (field.annotation,) if get_origin(field.annotation) is list else get_args(field.annotation)
+            is_list = any(get_origin(kind) is list for kind in kinds) and str not in kinds
+            if not is_list or CommaSeparated in field.metadata:
+                raise PydanticCustomError("empty_text", "empty", {"optional": field.default is None})
         if isinstance(value, list | tuple):
             for number, item in enumerate(value, start=1):
                 if item == "" and isinstance(item, str):
@@ -61,8 +63,7 @@ class ConfigSection(BaseModel):
     @classmethod
     def _reject_equal_value(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject a value that equals a choice of another type, such as true for 1, which pydantic would accept."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        choices = get_args(annotation) if get_origin(annotation) is Literal else ()
+        choices = _list_choices(cls, info.field_name or "")
         if value in choices and not any(value == choice and type(value) is type(choice) for choice in choices):
             raise PydanticKnownError("literal_error", {"expected": " or ".join(map(repr, choices))})
         return value
@@ -70,6 +71,22 @@ class ConfigSection(BaseModel):
     def replace(self, **keys: Any) -> Self:
         """Return a validated copy with some keys changed. Raises pydantic.ValidationError as the section itself."""
         return type(self).model_validate(self.model_dump(exclude_unset=True) | keys)
+
+
+@cache
+def _list_choices(section: type[ConfigSection], key: str) -> tuple[Any, ...]:
+    """Return the choices of a key whose type is Literal, else an empty tuple."""
+    annotation = section.model_fields[key].annotation
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+@cache
+def get_default(section: type[ConfigSection], key: str) -> Any:
+    """Return the default of a key. Do not modify it.
+
+    Cached, because pydantic inspects the signature of a default's factory each time.
+    """
+    return section.model_fields[key].get_default(call_default_factory=True)
 
 
 def list_accepted_names(section: type[ConfigSection]) -> list[str]:

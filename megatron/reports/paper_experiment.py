@@ -21,12 +21,12 @@ from megatron.reports.metrics import MAX_PERPLEXITY
 from megatron.reports.rank_agreement import (
     RankAgreement,
     compute_kendall_tau,
-    compute_tau_interval,
     measure_order,
 )
 from megatron.reports.records import MAX_COUNT, Record
 from megatron.reports.run_records import RunFailure
 from megatron.reports.table_formats import TextTable
+from megatron.reports.uncertainty import compute_percentile_interval
 from megatron.reports.verdict_tables import DEFAULT_MAX_CHANGE, build_verdict_tables
 from megatron.utils.atomic_io import parse_json, write_text_atomically
 from megatron.utils.errors import UserError
@@ -205,9 +205,8 @@ def compute_rank_agreement(published: PublishedTable, table: ComparisonTable) ->
             continue
         interval = None
         if order.samples is not None:
-            samples = order.draw_samples()
-            interval = compute_tau_interval([values_there] * len(samples), samples)
-        tau = compute_kendall_tau(values_there, order.values)
+            interval = compute_percentile_interval(compute_kendall_tau(values_there, order.get_samples()))
+        tau = float(compute_kendall_tau(values_there, order.values))
         agreements.append(RankAgreement(length_ratio, methods, tau, interval, order.num_seeds))
     return agreements
 
