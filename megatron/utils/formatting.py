@@ -151,20 +151,33 @@ def suggest_path(path: Path, *, keywords: Iterable[str] = (), is_folder: bool = 
 
 def _find_similar(name: str, names: Iterable[str], max_names: int) -> list[str]:
     """Return the most similar known names, most similar first."""
-    scores = {known: _compare(known.lower(), name.lower()) for known in names}
+    text = name.lower()
+    matcher = difflib.SequenceMatcher(b=text)
+    scores = {known: _compute_similarity(known.lower(), text, matcher) for known in names}
     ranked = sorted((known for known in scores if scores[known] >= SIMILARITY), key=lambda known: -scores[known])
     ties = [known for known in ranked if scores[known] == scores[ranked[0]]]
     return ranked[: max(max_names, min(len(ties), 3))]
 
 
-def _compare(known: str, text: str) -> float:
-    """Return the similarity of a known name to a text.
+def _compute_similarity(known: str, text: str, matcher: difflib.SequenceMatcher[str]) -> float:
+    """Compute the similarity of a known name to a text, or an upper bound below `SIMILARITY`.
 
     A longer name counts half by its beginning: v100-16gb for v1000.
+
+    Args:
+        known: known name in lower case.
+        text: text in lower case.
+        matcher: matcher with the text as its second sequence, about which it caches facts.
     """
-    whole = difflib.SequenceMatcher(None, known, text).ratio()
-    beginning = difflib.SequenceMatcher(None, known[: len(text)], text).ratio()
-    return max(whole, (whole + beginning) / 2)
+    similarity = 0.0
+    for measure in (matcher.quick_ratio, matcher.ratio):  # the first is an upper bound, and fast
+        matcher.set_seq1(known)
+        whole = measure()
+        matcher.set_seq1(known[: len(text)])
+        similarity = max(whole, (whole + measure()) / 2)
+        if similarity < SIMILARITY:
+            break
+    return similarity
 
 
 def format_choices(name: str, names: Collection[str]) -> str:
