@@ -176,7 +176,7 @@ class Model:
                 f"the text has {format_quantity(len(tokens), 'token')}; a window of {length:,} needs {length + 1:,}"
             )
         starts = np.arange(0, len(tokens) - length, num_scored, dtype=np.int64)
-        with self._evaluation():
+        with self._evaluation_mode():
             losses = compute_window_losses(self._loaded.model, tokens, starts, length, num_scored)
         targets = starts[:, None] + np.arange(length - num_scored + 1, length + 1)
         return TokenLosses(length, tokens[targets], losses)
@@ -220,7 +220,7 @@ class Model:
         if not prompts:
             return []
         texts = [""] * len(prompts)
-        with self._evaluation():
+        with self._evaluation_mode():
             for completion, _ in generator.generate([generator.encode(each) for each in prompts]):
                 texts[completion.prompt_index] = completion.text
         return texts[0] if isinstance(prompt, str) else texts
@@ -307,7 +307,7 @@ class Model:
             if layer in wanted:
                 found[layer] = compute_maps(inputs)
 
-        with self._evaluation():
+        with self._evaluation_mode():
             run_forward(self._loaded.model, tokens, capture_layer)
         return found
 
@@ -322,7 +322,7 @@ class Model:
         return analyze([self._checkpoint], output, **{**self._reading, **options})
 
     @contextmanager
-    def _evaluation(self) -> Iterator[None]:
+    def _evaluation_mode(self) -> Iterator[None]:
         """Reserve the model for this thread, and disable dropout even if a training loop has left it enabled."""
         with self._lock:
             in_training = [part for part in self.module.modules() if part.training]

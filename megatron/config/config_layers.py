@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, ClassVar, get_args
 
-from megatron.config.schema import KeyPath, get_default_value, list_config_keys
+from megatron.config.schema import SECTIONS, KeyPath, list_config_keys, map_key_owners
 from megatron.config.yaml_files import YamlDocument, describe_non_mapping, format_value, quote_value
 from megatron.options.data import SPLITS, TASK_KEYS, TEXT_KEYS
+from megatron.options.section import get_default
 from megatron.utils.errors import UserError, quote_text, shorten_text
 from megatron.utils.formatting import suggest_names
 
@@ -205,7 +206,7 @@ class ConfigLayers:
     def get_value(self, key: str) -> Any:
         """Return the value of a flat key, or its default if no layer sets it."""
         setting = self.values.get((key,))
-        return setting.value if setting else get_default_value(key)
+        return setting.value if setting else get_default(SECTIONS[map_key_owners()[key]], key)
 
     def defer(self, name: str, setting: SourcedValue) -> None:
         """Defer a key until `resolve_deferred`."""

@@ -243,11 +243,6 @@ def compute_keys_digest(keys: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def get_default_value(key: str) -> Any:
-    """Return the default of a flat key."""
-    return SECTIONS[map_key_owners()[key]].model_fields[key].default
-
-
 SectionT = TypeVar("SectionT", bound=ConfigSection)
 
 PLAIN_TYPES: dict[str, type | tuple[type, ...]] = {

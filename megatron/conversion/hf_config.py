@@ -52,7 +52,7 @@ def find_code_suffix(class_name: str) -> str:
     return match[0] if match else ""
 
 
-def strip_repository(class_name: str) -> str:
+def strip_repository_prefix(class_name: str) -> str:
     """Return a class name without the folder or repository that transformers puts before it (`me/model--`)."""
     return class_name.rpartition("--")[2]
 
@@ -64,7 +64,9 @@ def _names_own_classes(classes: Any, own: Mapping[str, str]) -> bool:
     """
     if not isinstance(classes, dict) or not classes:
         return False
-    names = {key: _DIGEST.sub("", strip_repository(name)) for key, name in classes.items() if isinstance(name, str)}
+    names = {
+        key: _DIGEST.sub("", strip_repository_prefix(name)) for key, name in classes.items() if isinstance(name, str)
+    }
     return len(names) == len(classes) and names.items() <= own.items()
 
 

@@ -19,7 +19,7 @@ from megatron.conversion.families.farfield import (
     TOKENIZER_TYPE_KEY,
 )
 from megatron.conversion.hf_checkpoint import build_hf_source, read_json_object
-from megatron.conversion.hf_config import HF_TRAINING_KEYS, IGNORED_KEYS, find_code_suffix, strip_repository
+from megatron.conversion.hf_config import HF_TRAINING_KEYS, IGNORED_KEYS, find_code_suffix, strip_repository_prefix
 from megatron.conversion.hf_tokenizer import build_tokenization_code, name_tokenizer_class
 from megatron.conversion.model_family import HF_CONFIG_FILE
 from megatron.conversion.modeling_code import add_content_digest, bundle_modeling_code, remove_content_digest
@@ -105,7 +105,7 @@ def _find_own_classes(classes: Mapping[str, Any]) -> Mapping[str, Any]:
     For a model that was loaded and saved, transformers writes a different one: only the classes used to load it,
     prefixed with the folder.
     """
-    local = {name: strip_repository(text) for name, text in classes.items() if isinstance(text, str)}
+    local = {name: strip_repository_prefix(text) for name, text in classes.items() if isinstance(text, str)}
     suffix = find_code_suffix(next(iter(local.values()), ""))
     own = {name: text.replace(".", f"{suffix}.") for name, text in AUTO_MAP.items()}
     return own if local.items() <= own.items() else classes

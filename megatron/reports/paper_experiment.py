@@ -205,7 +205,7 @@ def compute_rank_agreement(published: PublishedTable, table: ComparisonTable) ->
             continue
         interval = None
         if order.samples is not None:
-            interval = compute_percentile_interval(compute_kendall_tau(values_there, order.get_samples()))
+            interval = compute_percentile_interval(compute_kendall_tau(values_there, order.samples))
         tau = float(compute_kendall_tau(values_there, order.values))
         agreements.append(RankAgreement(length_ratio, methods, tau, interval, order.num_seeds))
     return agreements

@@ -23,24 +23,24 @@ class FarfieldTokenizer(PreTrainedTokenizer):
 
     Args:
         vocab_file: the SentencePiece model.
-        add_bos_token: True to add the beginning-of-text token before a text; `farfield_add_bos` if None.
-        farfield_add_bos: the same under a name that transformers 5 keeps when it saves a tokenizer.
+        add_bos_token: True to add the beginning-of-text token before a text; `farfield_add_bos_token` if None.
+        farfield_add_bos_token: the same under a name that transformers 5 keeps when it saves a tokenizer.
     """
 
     vocab_files_names = {"vocab_file": VOCAB_FILE}  # noqa: RUF012 (transformers' own form)
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
     def __init__(
-        self, vocab_file: str, add_bos_token: bool | None = None, farfield_add_bos: bool = False, **kwargs: Any
+        self, vocab_file: str, add_bos_token: bool | None = None, farfield_add_bos_token: bool = False, **kwargs: Any
     ) -> None:
         self.vocab_file = vocab_file
-        self.add_bos_token = farfield_add_bos if add_bos_token is None else add_bos_token
+        self.add_bos_token = farfield_add_bos_token if add_bos_token is None else add_bos_token
         self.sp_model = sentencepiece.SentencePieceProcessor(model_file=vocab_file)
         kwargs.setdefault("split_special_tokens", True)
-        super().__init__(add_bos_token=self.add_bos_token, farfield_add_bos=farfield_add_bos, **kwargs)
+        super().__init__(add_bos_token=self.add_bos_token, farfield_add_bos_token=farfield_add_bos_token, **kwargs)
 
     @property
-    def farfield_add_bos(self) -> bool:
+    def farfield_add_bos_token(self) -> bool:
         """Value that transformers writes when it saves the tokenizer."""
         return self.add_bos_token
 

@@ -49,7 +49,7 @@ CHECKSUMS_FILE = "checksums.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_TYPE_KEY = "farfield_tokenizer"
 """Key in an export's tokenizer_config.json for this project's name of the tokenizer type."""
-ADD_BOS_KEY = "farfield_add_bos"
+ADD_BOS_KEY = "farfield_add_bos_token"
 """Key in the same file that repeats add_bos_token, which transformers 5 omits when it saves a tokenizer."""
 
 
