@@ -335,6 +335,12 @@ def describe_validation_error(
             if len(alternatives[tuple(location)]) > 1:
                 continue
         items.append((item, location))
+    missing = [".".join(map(str, path)) for item, path in items if item["type"] == "missing" and tuple(path) in keys]
+    if len(missing) > 1:
+        source = locate(tuple(missing[0].split(".")))
+        prefix = f"{source}: " if source else ""
+        yield f"{prefix}{', '.join(missing)} are missing; set them, or also name a file that does, such as model/125M"
+        items = [item for item in items if ".".join(map(str, item[1])) not in missing]
     for item, location in items:
         is_key = location[-1:] == [MAPPING_KEY]
         if is_key:

@@ -337,14 +337,14 @@ def test_misspelled_keys_are_reported_with_a_suggestion():
 
 
 def test_missing_keys_are_reported_with_meaning_and_searched_files(write):
-    found = problems([], ["num_layers=2"])
-    missing = "hidden_size is missing (width of the residual stream); set it in a file or as hidden_size=…"
-    assert f"command line: {missing}" in found
-    assert len(found) == 3
+    three = "hidden_size, num_attention_heads, seq_length are missing; "
+    three += "set them, or also name a file that does, such as model/125M"
+    assert only_problem([], ["num_layers=2"]) == f"command line: {three}"
     write(empty="{}", some="seed: 3\n")
-    found = problems(["empty", "some"], ["num_layers=2"])
-    assert f"empty.yml, some.yml: {missing}" in found
-    assert len(found) == 3
+    assert only_problem(["empty", "some"], ["num_layers=2"]) == f"empty.yml, some.yml: {three}"
+    sizes = ["num_layers=2", "num_attention_heads=2", "seq_length=8"]
+    one = "hidden_size is missing (width of the residual stream); set it in a file or as hidden_size=…"
+    assert only_problem([], sizes) == f"command line: {one}"
     assert only_problem([]) == "no configuration given; name a file, such as model/125M"
 
 
