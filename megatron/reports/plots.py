@@ -2,13 +2,17 @@
 
 Colors are Okabe and Ito's, which color-blind readers can distinguish. Markers and dashes keep curves distinct in
 grayscale. Token axes are logarithmic, because lengths double. The value axis is logarithmic if the metric requests it
-and values differ by more than a factor of 4; on a linear axis an exploding perplexity would flatten all others. Bars
-show the range over several seeds, or the 95% interval over windows of one seed. With more than eight methods there are
-no bars, because they would hide the curves. Curves with bars are drawn side by side around each length, both markers
-and bars, because intervals on the same text overlap.
+and values differ by more than a factor of 4; on a linear axis an exploding perplexity would flatten all others. A
+second panel then shows the methods that end close to the best one. Linear axes leave out extreme values, as the charts
+of reports do; triangles at their edges point to these.
+
+Bars show the range over several seeds, or the 95% interval over windows of one seed. With more than eight methods there
+are no bars, because they would hide the curves. Curves with bars are drawn side by side around each length, both
+markers and bars, because intervals on the same text overlap.
 """
 
 import io
+import math
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
@@ -25,7 +29,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, NullFormatter, NullLocator
 
-from megatron.reports.axes import choose_log_ticks, format_multiple
+from megatron.reports.axes import choose_log_ticks, choose_scales, format_multiple
 from megatron.reports.charts import get_style_indices
 from megatron.reports.comparison_table import ComparisonTable, select_curve_tables
 from megatron.reports.curve_chart import get_bar_meaning, get_curve
@@ -39,6 +43,10 @@ DASHES = ("-", "--", "-.", ":")
 MAX_CURVES_WITH_BARS = len(COLORS)
 BAR_GAP, MAX_BAR_SPREAD = 0.1, 0.4
 """Offset between curves with bars, and maximum total offset, relative to the distance to the next length."""
+CLOSE_RATIO = 1.25
+"""Maximum ratio to the lowest value at the last x for a method to be in the close-up."""
+CLOSE_SHARE = 0.1
+"""Maximum share of the logarithmic axis that these methods take, for a close-up to be drawn."""
 MAX_WRITTEN_CELLS = 80
 """Maximum number of cells of a map that shows numbers."""
 LEGEND_ROWS = 24
@@ -84,7 +92,7 @@ NARROW = PlotStyle(
 
 
 def render_plots_png(all_tables: Sequence[ComparisonTable], *, narrow: bool = False) -> bytes:
-    """Render a PNG with one panel for each table of curves, and the needle maps below.
+    """Render a PNG with one panel for each table of curves, or two with a close-up, and the needle maps below.
 
     Args:
         all_tables: tables to plot (`build_comparison_tables`); the legend marks methods without any records.
@@ -104,20 +112,24 @@ def render_plots_png(all_tables: Sequence[ComparisonTable], *, narrow: bool = Fa
     column = max(2.2, 0.08 * longest)
     size = (4.0, 3.6 + 0.19 * max_lines) if narrow else (6.4 + column * -(-max_lines // LEGEND_ROWS), 4.6)
     style = NARROW if narrow else WIDE
-    heights = [size[1]] * len(tables)
+    drawn: list[tuple[ComparisonTable, tuple[float, float] | None]] = []
+    for table in tables:
+        close_up = find_close_up(table)
+        drawn += [(table, None), (table, close_up)] if close_up else [(table, None)]
+    heights = [size[1]] * len(drawn)
     heights += [0.9 + style.map_height * -(-len(depth_map.methods) // style.map_columns) for depth_map in depth_maps]
     figure = Figure(figsize=(size[0], sum(heights)), dpi=200 if narrow else 160, layout="constrained")
     figure.get_layout_engine().set(hspace=0.05)  # type: ignore[union-attr,call-arg]
     FigureCanvasAgg(figure)
     if depth_maps:
         parts = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-        panels = [part.add_subplot() for part in parts[: len(tables)]]
-        for part, depth_map in zip(parts[len(tables) :], depth_maps, strict=True):
+        panels = [part.add_subplot() for part in parts[: len(drawn)]]
+        for part, depth_map in zip(parts[len(drawn) :], depth_maps, strict=True):
             draw_depth_maps(part, depth_map, style)
     else:
-        panels = [figure.add_subplot(len(tables), 1, row) for row in range(1, len(tables) + 1)]
-    for panel, table in zip(panels, tables, strict=True):
-        draw_panel(panel, table, style)
+        panels = [figure.add_subplot(len(drawn), 1, row) for row in range(1, len(drawn) + 1)]
+    for panel, (table, close_up) in zip(panels, drawn, strict=True):
+        draw_panel(panel, table, style, close_up)
     return save_figure(figure)
 
 
@@ -144,8 +156,43 @@ def get_curve_style(index: int) -> dict[str, str]:
     return {"color": COLORS[color], "marker": MARKERS[marker], "linestyle": DASHES[dash]}
 
 
-def draw_panel(axes: Axes, table: ComparisonTable, style: PlotStyle = WIDE) -> tuple[list[Line2D], list[str], str]:
-    """Draw the curves of a table, and return the lines, labels and title of its legend."""
+def find_close_up(table: ComparisonTable) -> tuple[float, float] | None:
+    """Find the range of the curves that end close to the lowest one.
+
+    Returns:
+        Lowest and highest value, including bars; None if only one curve ends there, or if the axis of all curves is
+        linear or shows these well enough.
+    """
+    curves = [curve for curve in (get_curve(table, method) for method in table.methods) if curve[0]]
+    values = [value for _, means, _ in curves for value in means]
+    if not values or not _has_log_axis(table, min(values), max(values)):
+        return None
+    last_x = max(x_values[-1] for x_values, _, _ in curves)
+    at_last_x = [curve for curve in curves if curve[0][-1] == last_x]
+    limit = CLOSE_RATIO * min(means[-1] for _, means, _ in at_last_x)
+    close = [curve for curve in at_last_x if max(curve[1]) <= limit]
+    highest = max(value for _, means, _ in close for value in means)
+    if len(close) < 2 or math.log(highest / min(values)) > CLOSE_SHARE * math.log(max(values) / min(values)):
+        return None
+    drawn = [value for _, means, bars in close for value in [*means, *(end for bar in bars if bar for end in bar)]]
+    return min(drawn), max(drawn)
+
+
+def _has_log_axis(table: ComparisonTable, low: float, high: float) -> bool:
+    return table.metric.plot_scale == "logarithmic" and high > 4 * low > 0
+
+
+def draw_panel(
+    axes: Axes, table: ComparisonTable, style: PlotStyle = WIDE, close_up: tuple[float, float] | None = None
+) -> tuple[list[Line2D], list[str], str]:
+    """Draw the curves of a table, and return the lines, labels and title of its legend.
+
+    Args:
+        axes: panel to draw in.
+        table: source of the values.
+        style: sizes of the parts.
+        close_up: range of values for a linear axis; None for all values.
+    """
     low, high = float("inf"), float("-inf")
     curve_data = [get_curve(table, method) for method in table.methods]
     has_bars = len(curve_data) <= MAX_CURVES_WITH_BARS and any(any(bars) for _, _, bars in curve_data)
@@ -171,7 +218,11 @@ def draw_panel(axes: Axes, table: ComparisonTable, style: PlotStyle = WIDE) -> t
         low, high = min([low, *means]), max([high, *means])
 
     _configure_x_axis(axes, table, style)
-    if table.metric.plot_scale == "logarithmic" and high > 4 * low > 0:
+    notes = []
+    if close_up is not None or not _has_log_axis(table, low, high):
+        if _limit_y_axis(axes, table, close_up or (low, high), curve_data, x_factors):
+            notes = ["triangle: beyond the axis"]
+    else:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator(choose_log_ticks(low, high)))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -180,10 +231,14 @@ def draw_panel(axes: Axes, table: ComparisonTable, style: PlotStyle = WIDE) -> t
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     if style.title_characters:
-        axes.set_title(textwrap.fill(table.title, style.title_characters), loc="left", fontsize=style.title_size)
+        title = f"{table.title} (close-up)" if close_up else table.title
+        axes.set_title(textwrap.fill(title, style.title_characters), loc="left", fontsize=style.title_size)
     # matplotlib skips labels that begin with an underscore unless both handles and labels are given.
-    bar = f"{'band' if table.axis.is_dense else 'bar'}: {get_bar_meaning(table)}"
-    legend_title = (textwrap.fill(bar, 18) if style.legend == "right" else bar) if has_bars else ""
+    if has_bars:
+        notes.insert(0, f"{'band' if table.axis.is_dense else 'bar'}: {get_bar_meaning(table)}")
+    if style.legend == "right":
+        notes = [textwrap.fill(note, 18) for note in notes]
+    legend_title = "\n".join(notes)
     # The legend is outside of the axes, so that no curve crosses it.
     legend_location: dict[str, Any] = (
         {"bbox_to_anchor": (0.0, -0.24)}
@@ -200,6 +255,36 @@ def draw_panel(axes: Axes, table: ComparisonTable, style: PlotStyle = WIDE) -> t
             fontsize=style.legend_size, title_fontsize=style.note_size, **legend_location,
         )  # fmt: skip
     return lines, names, legend_title
+
+
+def _limit_y_axis(
+    axes: Axes,
+    table: ComparisonTable,
+    limits: tuple[float, float],
+    curves: Sequence[tuple[list[float], list[float], list[tuple[float, float] | None]]],
+    x_factors: Sequence[float],
+) -> bool:
+    """Limit a linear axis to a range, without extreme values, and mark points beyond it by triangles at its edges.
+
+    Returns:
+        True if there are such points.
+    """
+    inside = [y for _, means, _ in curves for y in means if limits[0] <= y <= limits[1]]
+    if not inside:
+        return False
+    scale = next(each for each in choose_scales([*limits, *inside], [], table.metric) if each.name == "linear")
+    beyond = [
+        (x * factor, "^" if mark == "over" else "v", index)
+        for index, ((x_values, means, _), factor) in enumerate(zip(curves, x_factors, strict=True))
+        for x, y in zip(x_values, means, strict=True)
+        if (mark := scale.get_clip_mark(y)) is not None
+    ]
+    if beyond:
+        axes.set_ylim(scale.low, scale.high)
+    for x, marker, index in beyond:
+        edge = scale.high if marker == "^" else scale.low
+        axes.plot(x, edge, marker=marker, color=get_curve_style(index)["color"], clip_on=False)
+    return bool(beyond)
 
 
 class MetricFormatter(Formatter):

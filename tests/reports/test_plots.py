@@ -179,9 +179,43 @@ def test_groups_that_cannot_be_compared_get_panels(story: list[Record]) -> None:
         plots.render_plots_png(build_comparison_tables(story)),
         plots.render_plots_png(build_comparison_tables([*story, record("rotary", 64, 5.0, protocol="nonoverlapping")])),
     )
-    assert struct.unpack(">I", two[20:24])[0] == 2 * struct.unpack(">I", one[20:24])[0]
+    # The story's panel has a close-up; the other has not.
+    assert 2 * struct.unpack(">I", two[20:24])[0] == 3 * struct.unpack(">I", one[20:24])[0]
 
 
 def test_nothing_to_draw() -> None:
     with pytest.raises(UserError, match="no records"):
         plots.render_plots_png(build_comparison_tables([]))
+
+
+def test_a_close_up_has_the_methods_that_end_near_the_best(story: list[Record]) -> None:
+    """rotary, which ends at 29.75, leaves the panel, and triangles stand at its two points beyond the axis."""
+    (table,) = build_comparison_tables(story)
+    close_up = plots.find_close_up(table)
+    assert close_up is not None
+    assert 4.5 < close_up[0] < 4.87 < 5.5 < close_up[1] < 6
+    axes = Figure().add_subplot()
+    _, _, legend_title = plots.draw_panel(axes, table, close_up=close_up)
+    low, high = axes.get_ylim()
+    assert low < close_up[0] < close_up[1] < high < 12.5
+    assert [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "^"][-2:] == [high, high]
+    assert "beyond" in legend_title
+
+
+def test_there_is_no_close_up_of_one_method_or_of_an_axis_that_shows_all(story: list[Record]) -> None:
+    for methods in (("rotary", "cdape"), ("kerple_log", "cdape")):
+        (table,) = build_comparison_tables([each for each in story if each.method in methods])
+        assert plots.find_close_up(table) is None
+
+
+def test_a_linear_axis_leaves_out_extreme_values(story: list[Record]) -> None:
+    gains = {"rotary": (-4.5, -160.0), **{f"flat_{index}": (0.05, 0.05 + index / 200) for index in range(6)}}
+    records = [
+        record(method, length, 5.0, metric="delta_perplexity", nll=None).replace(value=gain)
+        for method, values in gains.items()
+        for length, gain in zip((512, 2048), values, strict=True)
+    ]
+    axes = axes_of(records)
+    low, high = axes.get_ylim()
+    assert -4.5 < low < 0.05 < 0.075 < high
+    assert [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "v"][-2:] == [low, low]
