@@ -1,5 +1,6 @@
 """Notebooks of docs/notebooks/ run completely in an empty folder."""
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -50,6 +51,20 @@ def test_every_replacement_replaces_something() -> None:
     sources = "".join(cell.source for path in PATHS for cell in nbformat.read(path, as_version=4).cells)
     assert all(text in sources for text in REPLACEMENTS)
     assert sources.count('"train_iters"') == sources.count('"train_iters": 300,')
+
+
+def test_cells_can_be_repeated() -> None:
+    """`train` rejects a folder with checkpoints unless `load` names it, so every training names its own folder."""
+    trained = 0
+    for path in PATHS:
+        cells = nbformat.read(path, as_version=4).cells
+        for cell in (cell for cell in cells if cell.cell_type == "code" and not cell.source.startswith("%%")):
+            calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
+            for call in (call for call in calls if ast.unparse(call.func) == "farfield.train"):
+                folders = {word.arg: ast.unparse(word.value) for word in call.keywords if word.arg in ("save", "load")}
+                assert folders.get("load") == folders["save"], path.name
+                trained += 1
+    assert trained >= len(PATHS)
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
