@@ -232,20 +232,21 @@ def plan_resume(
         )
     checkpoint, notes = _find_valid_checkpoint(options.load, groups, weights_only=options.finetune, checksums=checksums)
     index = next((i for i, path in enumerate(saved) if _is_same_folder(path, checkpoint)), None)
+    stored_config, is_named = load_checkpoint_config(checkpoint), layout.is_checkpoint(options.load)
+    if index is None and not is_named and not options.finetune:
+        _check_run_in_place(options, stored_config)
     if saved and index is None:
         raise UserError(
             f"save: {options.save} contains checkpoints up to {saved[-1].name}, but this run would start from "
             f"{checkpoint}; choose another folder, or resume from the newest with {format_resume_arguments(options)}"
         )
     later = tuple(saved[index + 1 :]) if index is not None else ()
-    is_named = layout.is_checkpoint(options.load)  # otherwise the later checkpoints are damaged
-    if later and is_named and not options.rollback:
+    if later and is_named and not options.rollback:  # otherwise the later checkpoints are damaged
         raise UserError(
             f"save: {options.save} contains checkpoints up to {later[-1].name}, but this run would resume from "
             f"{checkpoint}; choose another folder, resume from the newest with {format_resume_arguments(options)}, "
             "or roll back with rollback=true (later checkpoints are moved aside)"
         )
-    stored_config = load_checkpoint_config(checkpoint)
     state = TrainerState.read(checkpoint)
     if options.finetune:
         check_architecture(stages[0].config, checkpoint, stored_config, finetune=True)
@@ -312,6 +313,18 @@ def _is_same_folder(one: str | Path, other: str | Path | None) -> bool:
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
+def _check_run_in_place(options: CheckpointOptions, stored: Config) -> None:
+    """Raise UserError if `save` is the folder in which the run of `load` was trained before it was moved or copied.
+
+    Otherwise the moved run would continue as a branch in a new folder at its old path.
+    """
+    if options.save is not None and _is_same_folder(options.save, stored.checkpoint.save):
+        raise UserError(
+            f"save: {options.save} is the folder of {options.load} before it was moved or copied; resume it where it "
+            f"is with {shlex.quote(f'save={options.load}')}, or branch from one of its checkpoints/step_…"
+        )
+
+
 def _find_valid_checkpoint(
     load: str, groups: ProcessGroups, *, weights_only: bool, checksums: bool
 ) -> tuple[Path, tuple[str, ...]]:
@@ -364,7 +377,7 @@ def archive_discarded_checkpoints(resume: ResumePlan, metrics: Path) -> tuple[st
         raise RunError(f"{resume.discarded[-1]}: cannot be moved aside: {error.strerror or error}") from None
     names = ", ".join(path.name for path in resume.discarded)
     if resume.stage.config.checkpoint.rollback:
-        reason = "because of rollback=true"
+        reason = "because of the rollback"
     else:
         reason = f"because {'it is' if len(resume.discarded) == 1 else 'they are'} damaged"
     point = "the start" if resume.source is None else resume.source.path.name

@@ -112,7 +112,7 @@ def test_rolling_back_needs_a_request_and_keeps_everything(trained: Path, run: P
     kept = read_config(run / "config.yml").checkpoint
     assert (kept.load, kept.rollback) == (str(run), False)  # the run's own file is kept, as for any run
     assert (
-        f"step_0000004: moved to {run}/checkpoints/abandoned/0001, with a copy of the metrics, because of rollback=true"
+        f"step_0000004: moved to {run}/checkpoints/abandoned/0001, with a copy of the metrics, because of the rollback"
         in output
     )
     assert losses(run)[:2] == losses(trained)[:2]

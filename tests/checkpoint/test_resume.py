@@ -246,6 +246,24 @@ def test_the_starting_checkpoint_is_unambiguous(trained: Path, corpus: Path, tmp
     assert result.step == 2
 
 
+def test_a_moved_run_resumes_in_its_folder_and_not_at_its_old_path(trained: Path, corpus: Path, tmp_path: Path) -> None:
+    """`train RUN/config.yml load=RUN` has the old path as `save`. A branch from a named checkpoint may use it."""
+    old, moved = tmp_path / "old", tmp_path / "moved"
+    train(tiny_config(corpus, old, train_iters=2, lr_decay_iters=4))
+    old.rename(moved)
+    keys = {"lr_decay_iters": 4, "train_iters": 4}
+    with pytest.raises(UserError, match=rf"save: {old} .* moved or copied; resume .* with save={moved}, or branch"):
+        train(tiny_config(corpus, old, load=str(moved), **keys))
+    assert not layout.list_checkpoints(old)
+    checkpoint = moved / "checkpoints" / layout.format_checkpoint_name(2)
+    train(tiny_config(corpus, old, load=str(checkpoint), **keys))
+    assert losses(old) == losses(trained)[2:]
+    with pytest.raises(UserError, match="moved or copied"):
+        train(tiny_config(corpus, old, load=str(moved), **keys))
+    train(tiny_config(corpus, moved, load=str(moved), **keys))
+    assert losses(moved) == losses(trained)
+
+
 def test_another_folder_takes_over_from_an_older_checkpoint(trained: Path, corpus: Path, tmp_path: Path) -> None:
     old = trained / "checkpoints" / layout.format_checkpoint_name(2)
     train(tiny_config(corpus, tmp_path / "branch", load=str(old)))
