@@ -52,8 +52,13 @@ def _hash_seed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
-def seed_torch(seed: int) -> None:
-    """Seed torch and, if there is a GPU, megatron-core's states for it. The groups must be initialized."""
+def seed_generators(seed: int) -> None:
+    """Seed Python, NumPy, torch and, if there is a GPU, megatron-core's states for it.
+
+    Farfield draws from torch alone; a user's own method may use any of them. The groups must be initialized.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -93,7 +93,7 @@ def begin_session(config: Config, rank_info: RankInfo) -> TrainingSession:
     launch, sizes = config.launch, resolve_mesh_shape(config, rank_info.world_size)
     groups = init_distributed(rank_info, sizes, device=launch.device, backend=launch.distributed_backend)
     _set_determinism(config.training.deterministic)
-    rng.seed_torch(rng.derive_seed(config.training.seed, "initialization", groups.mesh))
+    rng.seed_generators(rng.derive_seed(config.training.seed, "initialization", groups.mesh))
     # Lock before anything in the folder is read, and after all processes have connected. Otherwise processes would keep
     # waiting, on their machines, for one that failed here and exited.
     return TrainingSession(groups, _take_lock(config.checkpoint.save, groups))
@@ -316,7 +316,7 @@ def build_components(
     lengths = {*datasets.lengths, *(stage.config.model.seq_length for stage in resume.stages[1:])}
     flops_per_token = {length: model.count_flops_per_token(length) for length in sorted(lengths)}
     parameters = model.num_parameters()
-    rng.seed_torch(rng.derive_seed(training.seed, "dropout", groups.mesh))
+    rng.seed_generators(rng.derive_seed(training.seed, "dropout", groups.mesh))
     prefixes = [dataset_slice.dataset.prefix for dataset_slice in plan.slices.get("train", [])]
     return TrainingRun(
         config=config,

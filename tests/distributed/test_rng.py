@@ -31,10 +31,19 @@ def test_consecutive_seeds_share_no_dropout_mask_on_any_rank() -> None:
 
 def test_seeding_matches_torch() -> None:
     build_single_process_groups()
-    rng.seed_torch(5)
+    rng.seed_generators(5)
     ours = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(ours, torch.rand(3))
+
+
+def test_seeding_repeats_draws_of_python_and_numpy_too() -> None:
+    """A user's own method may draw from any of them, and runs with one seed must be equal."""
+    build_single_process_groups()
+    rng.seed_generators(5)
+    first = draw()
+    rng.seed_generators(5)
+    assert draw() == first
 
 
 def draw() -> tuple[object, ...]:
