@@ -192,6 +192,14 @@ MISTAKES = {
     ("export", "run", "a", "-o", "b"): "the folder is given twice: a and --output b; omit one",
     ("import", "run"): "missing folder to create: ./deepy.py import SOURCE -o RUN",
     ("train", "tiny", "--dry-run", "save=/proc/a/b"): "save is /proc/a/b, which cannot be written to",
+    ("train", "tiny", "tensorboard_dir=/proc/t"): "error: command line: tensorboard_dir is /proc/t, which cannot be w",
+    ("train", "tiny", "--dry-run", "data_cache=/proc/d"): "error: command line: data_cache is /proc/d, which cannot be",
+    (
+        "sweep",
+        "sweep.yml",
+        "sweep.output=swept",
+        "sweep.corpus={sources: [text], folder: /proc/c}",
+    ): "error: sweep.corpus.folder is /proc/c, which cannot be written to (",
     ("train", "tiny", "train_iters=2020-01-01"): "train_iters is '2020-01-01'; it must be an integer",
     ("status", "data"): "data: contains no run",
     ("train", "tiny", f"save={ROOT}/megatron/utils"): "megatron/utils, among Farfield's own code; name another folder",
@@ -278,6 +286,7 @@ def test_errors_are_one_line_with_exit_code_2_without_torch(corpus, mistakes, ar
     assert errors[0].startswith("error: ")
     assert MISTAKES[arguments] in errors[0]
     assert not (corpus / "runs" / "none").exists()
+    assert not (corpus / "swept").exists()
     assert all((corpus / "own" / name).read_text() == "what somebody wrote" for name in OWN)
     assert not (corpus / "own" / "log.txt").exists()
     assert out == ""
@@ -353,24 +362,53 @@ def test_unreadable_files_are_reported_as_forbidden_not_missing(corpus, mistakes
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("file", "arguments"),
     [
-        ("evaluate run --lengths 16", r"the default of --output is run, .* \(Permission denied\); name another folder"),
-        (
-            "analyze run --lengths 16",
-            r"the default of --output is .*/run/analysis, .* \(Permission denied\); name another",
-        ),
-        ("checkpoints run --keep 1", r"RUN is run, which .* \(Permission denied\); no checkpoint was deleted"),
+        ("corpus.json", "train tiny"),
+        ("train_text_document.idx", "train tiny --dry-run"),
+        ("corpus.json", "prepare text -o data/fox"),
+        ("train_text_document.idx", "prepare text -o data/fox"),
     ],
 )
-def test_a_run_that_cannot_be_written_to_is_an_error_before_the_work(corpus, mistakes, inside, arguments, says):
-    (corpus / "run").chmod(0o555)
+def test_a_corpus_file_that_may_not_be_read_is_not_called_damaged(corpus, mistakes, inside, file, arguments):
+    """A message must not advise to rebuild it."""
+    with unprivileged(), unreadable(corpus / "data" / "fox" / file):
+        done = inside(*arguments.split(), cwd=corpus)
+    assert done.returncode == 2
+    assert re.search(rf"^error: data/fox/{file}: cannot be .*Permission denied\)?$", done.stderr, re.M), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("folder", "arguments", "says"),
+    [
+        ("run", "evaluate run --lengths 16", r"the default of --output is run, which {denied}; name another folder"),
+        (
+            "run",
+            "analyze run --lengths 16",
+            r"the default of --output is .*/run/analysis, which {denied}; name another",
+        ),
+        ("run", "checkpoints run --keep 1", r"RUN is run, which {denied}; no checkpoint was deleted"),
+        (
+            "run/checkpoints",
+            "checkpoints run --keep 1",
+            r"RUN is run, whose folder of checkpoints is run/checkpoints, which {denied}; no checkpoint was deleted",
+        ),
+        (
+            "run/checkpoints",
+            "train tiny save=run load=run",
+            r"command line: save is run, whose folder of checkpoints is run/checkpoints, which {denied}; name another",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_written_to_is_an_error_before_the_work(corpus, mistakes, inside, folder, arguments, says):
+    (corpus / folder).chmod(0o555)
     try:
         with unprivileged():
             done = inside(*arguments.split(), cwd=corpus)
     finally:
-        (corpus / "run").chmod(0o755)
+        (corpus / folder).chmod(0o755)
     assert done.returncode == 2
+    says = says.replace("{denied}", r"cannot be written to \(Permission denied\)")
     assert re.match(f"error: {says}", done.stderr), done.stderr
 
 

@@ -97,7 +97,7 @@ def has_checksums(checkpoint: Path) -> bool:
 def read_format_version(checkpoint: Path) -> int:
     """Return the format version of a checkpoint; 0 if it has no manifest.
 
-    Raises RunError if a later version wrote it or the manifest is damaged.
+    Raises RunError if a later version wrote it or the manifest is damaged, PermissionError if it may not be read.
     """
     if not has_checksums(checkpoint):
         return 0
@@ -105,6 +105,8 @@ def read_format_version(checkpoint: Path) -> int:
         number = parse_json((checkpoint / MANIFEST).read_text(encoding="utf-8"))["format"]
         if not isinstance(number, int) or number < 1:
             raise ValueError
+    except PermissionError:
+        raise
     except (OSError, ValueError, LookupError, TypeError):
         raise RunError(f"{checkpoint}: {MANIFEST} cannot be read") from None
     if number > FORMAT:
@@ -132,6 +134,8 @@ def find_damage(
         only: names of the files to compare. None compares all and also reports unlisted files in subfolders.
         rank, world_size: each process computes the checksums of its share of the files.
         checksums: compare every byte rather than only names and sizes.
+
+    Raises PermissionError if a file may not be read, which is no damage.
     """
     for name in MODEL_FILES:
         if not (checkpoint / name).is_file():
@@ -162,7 +166,7 @@ def find_difference(
 ) -> str | None:
     """Return the first difference between files of a folder and their recorded entries as text, or None.
 
-    rank, world_size, checksums: as in `find_damage`.
+    rank, world_size, checksums, and errors: as in `find_damage`.
     """
     for name in entries:
         path, expected = folder / name, entries[name].bytes
@@ -173,6 +177,8 @@ def find_difference(
     for name in sorted(entries, key=lambda name: (-entries[name].bytes, name))[rank::world_size] if checksums else ():
         try:
             checksum = _compute_crc32(folder / name)
+        except PermissionError:
+            raise
         except OSError as error:
             return f"{name} cannot be read ({describe_cause(error)})"
         if checksum != entries[name].crc32:
@@ -215,12 +221,14 @@ def find_latest_valid(run: str | Path) -> Path | None:
 
 
 def read_manifest(path: Path) -> dict[str, FileChecksum] | None:
-    """Return the entries of a manifest, or None if it is invalid."""
+    """Return the entries of a manifest, or None if it is invalid. Raises PermissionError if it may not be read."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         return {
             name: FileChecksum(int(entry["bytes"]), str(entry["crc32"])) for name, entry in content["files"].items()
         }
+    except PermissionError:
+        raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 

@@ -340,13 +340,19 @@ def _find_valid_checkpoint(
     notes: tuple[str, ...] = ()
     problems: list[str] = []
     for checkpoint in candidates:
-        problem = manifest.find_damage(
-            checkpoint,
-            manifest.MODEL_FILES if weights_only else None,
-            rank=groups.rank,
-            world_size=groups.world_size,
-            checksums=checksums,
-        )
+        problem = forbidden = None
+        try:
+            problem = manifest.find_damage(
+                checkpoint,
+                manifest.MODEL_FILES if weights_only else None,
+                rank=groups.rank,
+                world_size=groups.world_size,
+                checksums=checksums,
+            )
+        except PermissionError as error:
+            forbidden = f"load: {error.filename}: cannot be read ({error.strerror})"
+        if (forbidden := groups.find_first_error(forbidden)) is not None:
+            raise UserError(forbidden)
         if (problem := groups.find_first_error(problem)) is None:
             if not manifest.has_checksums(checkpoint):
                 notes += (f"{checkpoint}: has no checksums (written by an earlier version); not verified",)

@@ -104,6 +104,15 @@ def save_config(config: Config, run: str | Path) -> str | None:
     return None
 
 
+def check_run_writable(key: str, run: Path, advice: str) -> None:
+    """Check that files can be created in a run's folder, and checkpoints in its subfolder.
+
+    Arguments and errors are those of `check_writable`.
+    """
+    check_writable(key, run, advice)
+    check_writable(f"{key} is {run}, whose folder of checkpoints", run / layout.CHECKPOINTS, advice)
+
+
 def check_no_foreign_run_files(run: str | Path | None, names: tuple[str, ...]) -> None:
     """Reject a folder without a run that contains files which a run would replace.
 
@@ -196,13 +205,11 @@ def _read_checkpoint_info(path: Path, *, checksums: bool) -> CheckpointInfo | No
     """Return the summary of a checkpoint, or None if the run deleted it meanwhile."""
     try:
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        info = CheckpointInfo(
-            path,
-            layout.parse_step(path) or 0,
-            size,
-            path.stat().st_mtime,
-            manifest.find_damage(path, checksums=checksums),
-        )
+        try:
+            problem = manifest.find_damage(path, checksums=checksums)
+        except PermissionError as error:
+            problem = f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
+        info = CheckpointInfo(path, layout.parse_step(path) or 0, size, path.stat().st_mtime, problem)
     except FileNotFoundError:
         if path.is_dir():
             raise
@@ -229,7 +236,7 @@ def verify_and_prune(run: Path, count: int, protected_steps: Collection[int]) ->
     Raises UserError if the folder is not writable, a run is training in it, or no checkpoint is undamaged.
     """
     run = layout.find_run_folder(run)
-    check_writable("RUN", run, "no checkpoint was deleted")
+    check_run_writable("RUN", run, "no checkpoint was deleted")
     option = f"--keep {count}"
     busy_message = "another run is using this folder; no checkpoint was deleted; wait until the run ends"
     lock = RunLock(run, key=option, busy_message=busy_message)

@@ -149,7 +149,10 @@ class TokenizerFolder:
 
 
 def read_corpus_metadata(folder: str | Path) -> CorpusMetadata:
-    """Return the content of a folder's corpus.json. Raises UserError if it is missing, RunError if it is damaged."""
+    """Return the content of a folder's corpus.json.
+
+    Raises UserError if it is missing or may not be read, RunError if it is damaged.
+    """
     return _read_metadata(Path(folder) / CORPUS_FILE, CorpusMetadata, "a corpus description", PREPARE_AGAIN)
 
 
@@ -198,6 +201,8 @@ def _read_metadata(path: Path, model: type[MetadataT], description: str, advice:
         raise UserError(f"{path}: no such file; `./deepy.py prepare` creates corpus folders with one") from None
     except ValidationError as error:
         problem = describe_field_error(error)
+    except PermissionError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except OSError as error:
         problem = error.strerror or str(error)
     except ValueError as error:
@@ -214,7 +219,7 @@ def check_files(folder: Path, metadata: CorpusMetadata, names: Iterable[str], *,
     """Compare files of a corpus with their recorded sizes and, with `content`, their checksums.
 
     A process reads each file's content once, and again only if its size or modification time changes. Older corpora
-    without recorded checksums pass. Raises RunError naming the file that differs.
+    without recorded checksums pass. Raises RunError naming the file that differs, UserError if one cannot be read.
     """
     for name in names:
         path = folder / name
@@ -231,7 +236,7 @@ def check_files(folder: Path, metadata: CorpusMetadata, names: Iterable[str], *,
                 changed = _compute_cached_sha256(path, stat.st_size, stat.st_mtime_ns) != recorded.sha256
                 problem = "changed since the corpus was made (different checksum)"
         except OSError as error:
-            raise RunError(f"{path}: cannot be read: {error.strerror}") from None
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         if changed:
             raise RunError(f"{path}: {problem}; restore it or {PREPARE_AGAIN}")
 

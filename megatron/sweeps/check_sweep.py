@@ -11,6 +11,7 @@ from rich.console import Console
 from megatron.checkpoint.layout import list_checkpoints
 from megatron.checkpoint.run_folder import is_saved_config
 from megatron.data.corpus_metadata import CORPUS_FILE
+from megatron.options.sweep import SweepCorpusOptions
 from megatron.reports.records import RESULTS_FILE
 from megatron.reports.results_output import check_no_foreign_results
 from megatron.reports.run_records import RunFailure, RunOutcome
@@ -32,7 +33,7 @@ from megatron.sweeps.results import (
 )
 from megatron.sweeps.spec import Sweep, SweepMember
 from megatron.training.metrics_log import METRICS_FILE
-from megatron.utils.atomic_io import LOCK, check_no_foreign_files, check_writable
+from megatron.utils.atomic_io import LOCK, check_new_folder, check_no_foreign_files, check_writable
 from megatron.utils.console import run_console, temporary_log
 from megatron.utils.formatting import format_approximate_duration, format_quantity
 from megatron.utils.progress import WaitAnnouncer
@@ -76,6 +77,7 @@ def check_sweep(sweep: Sweep, console: Console | None, *, retry_failed: bool = F
                 begins = [m for m in list_startable(sweep.members, finished_steps) if m not in done]
                 check_member_starts(begins, in_queue=False, may_download=False)
         else:
+            check_corpus_folder(corpus)
             log(f"note: the data are not checked, because the sweep first prepares the corpus {corpus.folder}")
             unmatched = {member for member in sweep.members if member not in done and has_saved_records(sweep, member)}
             if unmatched:
@@ -139,6 +141,12 @@ def find_diverged(sweep: Sweep, retry_failed: bool) -> dict[SweepMember, RunFail
     if retry_failed:
         return {}
     return {m: failure for m in sweep.members if (failure := find_member_divergence(m)) is not None}
+
+
+def check_corpus_folder(corpus: SweepCorpusOptions) -> None:
+    """Check that the corpus of a sweep can be prepared if there is none. Raises UserError as `check_new_folder`."""
+    if not (Path(corpus.folder) / CORPUS_FILE).is_file():
+        check_new_folder("sweep.corpus.folder", Path(corpus.folder))
 
 
 def check_no_foreign_sweep_files(sweep: Sweep) -> None:

@@ -42,6 +42,7 @@ from megatron.reports.records import Record
 from megatron.reports.run_records import RunFailure, RunOutcome
 from megatron.sweeps.check_sweep import (
     Log,
+    check_corpus_folder,
     check_no_foreign_sweep_files,
     check_sweep,
     find_diverged,
@@ -134,6 +135,8 @@ def run_sweep(
         diverged = find_diverged(sweep, retry_failed)
         if sweep.options.records is None:  # otherwise saved records decide, once their texts exist
             check_sweep_disk(sweep, [m for m in sweep.members if m not in diverged])
+    if sweep.options.corpus is not None:
+        check_corpus_folder(sweep.options.corpus)
     make_folder("sweep.output", sweep.output_folder)
     check_records_folder(sweep)
     check_no_foreign_sweep_files(sweep)

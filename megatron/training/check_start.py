@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint import layout as checkpoints
-from megatron.checkpoint.run_folder import check_no_foreign_run_files
+from megatron.checkpoint.run_folder import check_no_foreign_run_files, check_run_writable
 from megatron.config.execution import ResolvedRun, build_stages, count_steps
 from megatron.config.schema import Config
 from megatron.config.stages import find_longest_length
@@ -44,7 +44,7 @@ from megatron.training.harness_loading import (
 from megatron.training.metrics_log import HEARTBEAT_FILE, METRICS_FILE
 from megatron.training.reporters import check_reporters
 from megatron.training.schedule import describe_late_warmup
-from megatron.utils.atomic_io import check_no_file_in_path, check_writable
+from megatron.utils.atomic_io import NAME_ANOTHER, check_no_file_in_path, check_writable
 from megatron.utils.errors import FarfieldError, UserError
 from megatron.utils.formatting import format_quantity
 
@@ -174,6 +174,17 @@ def check_run_folder(config: Config) -> None:
             checkpoints.check_run_is_new(options.save, checkpoints.find_latest_checkpoint(options.save))
 
 
+def _check_output_folders(config: Config) -> None:
+    """Check that a run can write to its folders. Raises UserError as `check_writable`."""
+    save, events, cache = config.checkpoint.save, config.logging.tensorboard_dir, config.data.data_cache
+    if save is not None:
+        check_run_writable("save", Path(save), NAME_ANOTHER)
+    if config.logging.use_tensorboard and events is not None:
+        check_writable("tensorboard_dir", Path(events))
+    if cache is not None and not Path(cache).exists():  # an existing one may contain the sample index
+        check_writable("data_cache", Path(cache))
+
+
 @dataclass(frozen=True)
 class TrainingMachines:
     """Relation of the machines that train to this one, which decides what can be checked here."""
@@ -201,6 +212,8 @@ def check_environment(resolved: ResolvedRun, machines: TrainingMachines, *, read
     if reads_data and machines.shares_files:
         check_data_files(config)
     check_run_folder(config)
+    if machines.is_here:
+        _check_output_folders(config)
     check_disk(resolved)
     if machines.shares_python:
         check_reporters(config)
@@ -293,9 +306,6 @@ def check_start(
             raise
         missing = str(error)
     check_environment(replace(resolved, config=config), machines, reads_data=False)
-    if machines.is_here and config.checkpoint.save is not None:
-        check_writable("save", Path(config.checkpoint.save))
-
     # importing torch takes seconds
     from megatron.data.datasets import check_index_size, check_slice_contents
     from megatron.distributed.process_groups import ProcessGroups, build_single_process_groups

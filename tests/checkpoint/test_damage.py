@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from permissions import unprivileged, unreadable
 from rich.console import Console
 from tiny_runs import losses, records, replace_text, same_weights, tiny_config
 
@@ -81,6 +82,19 @@ def test_the_previous_checkpoint_is_used_and_reaches_the_same_end(
     assert losses(run) == losses(trained)
     assert same_weights(run, trained)
     assert (run / "checkpoints" / "abandoned" / "0001" / "step_0000004").is_dir()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "manifest.json", "states/rank_00000.safetensors"])
+def test_a_file_that_may_not_be_read_is_not_damaged(run: Path, corpus: Path, file: str) -> None:
+    """The run does not resume from an older checkpoint, and the newest stays."""
+    newest = layout.resolve_checkpoint_path(run)
+    with (
+        unprivileged(),
+        unreadable(newest / file),
+        pytest.raises(UserError, match=rf"load: {newest}/{file}: cannot be read \(Permission denied\)"),
+    ):
+        resumed(corpus, run)
+    assert layout.resolve_checkpoint_path(run) == newest
 
 
 def test_a_named_damaged_checkpoint_is_rejected_without_changes(run: Path, corpus: Path) -> None:

@@ -187,6 +187,9 @@ def find_existing_corpus(
         raise UserError(
             f"{output}: contains files that do not belong to a corpus ({', '.join(foreign[:5])}); move them first"
         )
+    for path in () if overwrite else output.iterdir():
+        if path.name in _FILE_NAMES:
+            path.open("rb").close()  # a file that may not be read is not damaged
     try:
         metadata = read_corpus_metadata(output)
         corpus = read_corpus(output)
