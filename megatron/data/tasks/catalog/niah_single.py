@@ -6,4 +6,4 @@ from megatron.data.tasks.needle_task import NeedleTask
 class NiahSingle(NeedleTask):
     """One key with one value (RULER's niah_single)."""
 
-    title = "the value of the only key in a haystack of n words"
+    title = "the value of a key in a haystack of n words"
