@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -112,6 +113,13 @@ def test_errors_are_lines(
 ) -> None:
     assert app(fails(error)) == code
     assert capfd.readouterr() == ("", reported)
+
+
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_a_command_that_calls_exit_is_not_silent(code: int | None, capfd: pytest.CaptureFixture[str], app) -> None:
+    """A method's file or a library may call it; exit code 0 would look like success."""
+    assert app(fails(SystemExit(code))) == 1
+    assert re.fullmatch(r"error: .*: sys\.exit\(\d?\) was called while a command ran; .*\n", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("error", [EOFError("ends too early"), OSError(5, "Input/output error", "a.bin")])

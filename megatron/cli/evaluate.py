@@ -10,7 +10,7 @@ import typer
 from megatron.cli.arguments import add_section_options, open_clean_console, print_to_stderr
 from megatron.options.commands import AnalysisOptions, GenerationOptions, ReportOptions
 from megatron.options.evaluation import EvaluationOptions, TaskOptions
-from megatron.utils.errors import UserError, forbid_exits
+from megatron.utils.errors import UserError
 
 
 @add_section_options(TaskOptions)
@@ -166,11 +166,10 @@ def generate(
         WaitAnnouncer(lambda line: print(line, file=stderr, flush=True), f"loading {run}"),
     ):
         writer = generation.load_text_generator(request)
-    with forbid_exits():
-        if prompts:
-            generation.print_completions(writer, prompts, sys.stdout, print_to_stderr, as_json=as_json)
-        else:
-            generation.run_interactive(writer, sys.stdout, print_to_stderr)
+    if prompts:
+        generation.print_completions(writer, prompts, sys.stdout, print_to_stderr, as_json=as_json)
+    else:
+        generation.run_interactive(writer, sys.stdout, print_to_stderr)
 
 
 DEFAULT_PORT = 8800

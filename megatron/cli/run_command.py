@@ -33,6 +33,7 @@ from megatron.utils.errors import (
     describe_error,
     describe_exhausted_resource,
     escape_lines,
+    forbid_exits,
     to_path_error,
 )
 from megatron.utils.formatting import suggest_names
@@ -58,9 +59,13 @@ class PassThroughError(Exception):
 
 @contextmanager
 def pass_errors_through() -> Iterator[None]:
-    """Wrap errors of a command's body, which typer would turn into silent exit codes or an end-of-file error."""
+    """Wrap errors of a command's body, which typer would turn into silent exit codes or an end-of-file error.
+
+    Raises RunError if the body calls sys.exit().
+    """
     try:
-        yield
+        with forbid_exits():
+            yield
     except (KeyboardInterrupt, EOFError, OSError) as error:
         raise PassThroughError(error) from error
 
