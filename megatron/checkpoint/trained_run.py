@@ -59,7 +59,11 @@ def open_run(path: str | Path) -> TrainedRun:
     checkpoint = resolve_checkpoint_path(path)
     manifest.verify_checkpoint(checkpoint, (CONFIG_FILE, PROGRESS))
     config, trainer_state = load_checkpoint_config(checkpoint), TrainerState.read(checkpoint)
-    for file in trainer_state.find_changed_methods(config.position):
+    try:
+        changed_files = trainer_state.find_changed_methods(config.position)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    for file in changed_files:
         text = f"{path}: the code of {file} has changed since the training; results may differ"
         warnings.warn(text, FarfieldWarning, stacklevel=2)
     found = resolve_data_paths(config, checkpoint, trainer_state.directory)

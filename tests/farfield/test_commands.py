@@ -148,7 +148,7 @@ def test_a_training_with_a_user_method(tmp_path: Path, user_methods: Path, capsy
     asked = [sys.executable, str(ROOT / "deepy.py"), "evaluate", str(run)]
     refused = subprocess.run(asked, env=environment, capture_output=True, text=True)
     assert refused.returncode == 2
-    assert "eighths.py not found in" in refused.stderr
+    assert f"error: {run}: eighths.py not found in" in refused.stderr
     assert "FARFIELD_METHODS" in refused.stderr
 
 
