@@ -336,6 +336,13 @@ def _check_processor(processor: Processor) -> None:
     for function, (call, shape) in calls.items():
         if function in needed or processor.overrides(function):
             _check_tensor(processor, function, _call_hook(processor, function, call), shape)
+    half = max(1, dims.num_heads // 2)  # heads of a tensor-parallel rank
+    logits = _call_hook(processor, "forward", lambda: processor(scores, bias, visible, slice(half), None))
+    if tuple(logits.shape) != (1, half, *maps[2:]):
+        name = _describe(type(processor), "forward")
+        raise MethodFileError(
+            f"{name} returns the shape {list(logits.shape)} for heads=slice({half}); it must be {[1, half, *maps[2:]]}"
+        )
     _check_flops(processor, "flops_per_score", processor.flops_per_score)
 
 

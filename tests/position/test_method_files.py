@@ -240,6 +240,14 @@ NO_FLOPS = "    def flops_per_score(self):\n        return 0.0\n"
         ),
         (LOGITS.replace("scores[", "scoers[") + NO_FLOPS, r"Mine\.forward raised NameError: name 'scoers'"),
         (
+            LOGITS.replace("[:, heads]", "") + NO_FLOPS,
+            r"Mine\.forward returns .* for heads=slice\(\d\); it must be \[1, ",
+        ),
+        (
+            LOGITS.replace(", bias_contribution=None, first_columns=None", "") + NO_FLOPS,
+            r"Mine\.forward raised TypeError: .* positional arguments but 6 were given",
+        ),
+        (
             LOGITS
             + NO_FLOPS
             + "    def process_weight(self, weights, visible, heads=slice(None)):\n        return 0\n",
