@@ -134,7 +134,7 @@ def _excludes_others(name: str, value: Any) -> bool:
 def _get_default_of_null(path: KeyPath) -> Any:
     """Return the default of a key whose values exclude null, or None if the key allows null or has no default.
 
-    `key: null` therefore unsets a key that an earlier layer set.
+    `key: null` in a file sets this default; on the command line it unsets the key.
     """
     key = list_config_keys().get(path)
     if key is None or key.field.is_required() or NoneType in get_args(key.field.annotation):
@@ -297,9 +297,13 @@ class ConfigLayers:
         for method_path, options_key in OPTION_KEYS.items():
             self._drop_options(method_path, options_key, layer)
         for path, setting in layer.items():
-            if setting.value is None:
-                setting = SourcedValue(_get_default_of_null(path), setting.where, setting.layer)
-            if (old := self.values.get(path)) is not None:
+            old, default = self.values.get(path), _get_default_of_null(path) if setting.value is None else None
+            if default is not None and setting.where == COMMAND_LINE:
+                self._unset(path)
+                continue
+            if default is not None:
+                setting = SourcedValue(default, setting.where, setting.layer)
+            if old is not None:
                 self.note_replaced(path, old, setting)
             self.values[path] = setting
 
@@ -342,9 +346,14 @@ class ConfigLayers:
     def _unset_inside(self, path: KeyPath) -> None:
         """Unset the keys inside a mapping that earlier layers set."""
         for inner in [inner for inner in self.values if inner[: len(path)] == path]:
-            old = self.values.pop(inner)
-            unset = f"{'.'.join(inner)} {format_value(old.value)} ({old.where})"
-            self.replacements.append(f"{unset} unset by {'.'.join(path)} null ({COMMAND_LINE})")
+            self._unset(inner, f" by {'.'.join(path)} null")
+
+    def _unset(self, path: KeyPath, cause: str = "") -> None:
+        """Unset a key from the command line, as if no earlier layer had set it."""
+        if (old := self.values.pop(path, None)) is not None:
+            self.replacements.append(
+                f"{'.'.join(path)} {format_value(old.value)} ({old.where}) unset{cause} ({COMMAND_LINE})"
+            )
 
     def _resolve_precision(self, layer: dict[KeyPath, SourcedValue]) -> None:
         """Combine a layer's `precision`, `fp16` and `bf16` into one `precision`.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.execution import resolve_batch_sizes
 from megatron.config.load import find_config, load_config
 from megatron.config.schema import list_config_keys
 from megatron.options.launch import SlurmOptions
@@ -183,6 +184,18 @@ def test_null_unsets_the_keys_of_a_mapping(write):
 def test_null_unsets_what_an_earlier_layer_set(write):
     assert load_config(["base"], ["train_iters=null"]).config.training.train_iters == 0
     assert "num_layers" in only_problem(["base"], ["num_layers=null"])  # no default
+
+
+def test_a_key_unset_on_the_command_line_is_as_if_never_set(write):
+    """Two batch sizes determine the third, so the default of an unset one must not count as a value."""
+    write(saved="train_micro_batch_size_per_gpu: 8\ngradient_accumulation_steps: 1\n")
+    for unset, sizes in {"gradient_accumulation_steps": (8, 4), "train_micro_batch_size_per_gpu": (32, 1)}.items():
+        found = load_config(["base", "saved"], [f"{unset}=null", "train_batch_size=32"])
+        resolved = resolve_batch_sizes(found.config, 1)
+        assert (resolved["train_micro_batch_size_per_gpu"], resolved["gradient_accumulation_steps"]) == sizes
+        assert any(
+            line.startswith(unset) and line.endswith("unset (command line)") for line in found.layers.replacements
+        )
 
 
 def test_dashes_and_underscores_are_the_same(write):
