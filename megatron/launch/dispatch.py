@@ -107,11 +107,11 @@ def _launch_training(
     # Loading has validated the configuration. Resolve it for the machines that train, check the start, and launch.
     if is_job or hosts is not None:
         resolved = resolve_remote_run(config, None if hosts is None else ssh_launcher.assign_ranks(hosts)[0][0])
-        machines = TrainingMachines(is_here=False, shares_files=False, shares_python=False)
+        machines = TrainingMachines(is_local=False, shares_files=False, shares_python=False)
     else:
         hardware = hardware or LocalHardware.detect()
         resolved = resolve_run(config, hardware, rank_info=rank_info, dry_run=dry_run)
-        machines = TrainingMachines(is_here=resolved.config.launch.device == "cpu" or hardware.num_gpus > 0)
+        machines = TrainingMachines(is_local=resolved.config.launch.device == "cpu" or hardware.num_gpus > 0)
     job = None
     if is_job:
         job, machines = slurm.build_training_job(config), slurm.check_job_environment(launch)
@@ -155,7 +155,7 @@ def _print_dry_run(
         *describe_other_contents(loaded.config.checkpoint.save),
         *check.describe_start(),
         *check.describe_parameter_groups(),
-        *(() if check.machines.is_here else check.describe_unchecked()),
+        *(() if check.machines.is_local else check.describe_unchecked()),
         *suggest_rehearsal(resolved, loaded.arguments),
     )
     if job is not None:

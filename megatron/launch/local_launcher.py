@@ -132,7 +132,7 @@ def open_run_log(config: Config, is_main: bool) -> Iterator[Path]:
     log = folder / LOG_FILE
     is_new = not log.exists()
 
-    def leave_nothing() -> None:
+    def remove_unused_folder() -> None:
         """Delete the folder if it contains nothing but these files."""
         if is_new and folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOG_FILE, LOCK}:
             for name in (LOG_FILE, LOCK):
@@ -140,12 +140,12 @@ def open_run_log(config: Config, is_main: bool) -> Iterator[Path]:
             remove_empty_folders(created)
 
     try:
-        with clean_up_on_signal(leave_nothing):
+        with clean_up_on_signal(remove_unused_folder):
             _begin_log(log, is_main)
             yield log
     except (UserError, KeyboardInterrupt, StoppedBySignal):  # user errors, or stopped before any result
         if not is_lock_held(folder / LOCK):  # by another run, which started at the same time and needs these files
-            leave_nothing()
+            remove_unused_folder()
         raise
 
 

@@ -74,7 +74,7 @@ def check_job_environment(launch: LaunchOptions) -> TrainingMachines:
         raise UserError(f"slurm.python is {slurm.python}, which does not exist or is not executable", "slurm.python")
     changes_environment = any("WANDB" in line or "NETRC" in line or "source " in line for line in slurm.setup)
     return TrainingMachines(
-        is_here=False,
+        is_local=False,
         shares_files=all(mount.split(":")[0] == (mount.split(":") * 2)[1] for mount in slurm.container_mounts),
         shares_python=slurm.container is None and slurm.python is None and not changes_environment,
     )

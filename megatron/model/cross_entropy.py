@@ -75,9 +75,9 @@ def select_label_logits(logits: Tensor, labels: Tensor, groups: ProcessGroups) -
     """
     size = logits.shape[-1]
     index = labels.t().flatten() - groups.mesh.tensor.index * size
-    is_here = (index >= 0) & (index < size)
+    is_local = (index >= 0) & (index < size)
     found = logits.flatten(0, 1)[torch.arange(len(index), device=index.device), index.clamp(0, size - 1)]
-    found = torch.where(is_here, found, 0.0)
+    found = torch.where(is_local, found, 0.0)
     parts = all_gather(found[:, None], 1, groups, "tensor", reduce_grad=False)
     return parts.sum(1).unflatten(0, logits.shape[:2]).t()
 

@@ -73,7 +73,9 @@ class DepthMap:
     def notes(self) -> list[str]:
         """Notes on how to read the map, one sentence each."""
         num_seeds = max(table.max_seeds for table in self.tables)
-        notes = [f"Depth is the share of the text before the answer; {self.metric.better} is better."]
+        notes = [
+            f"Depth is the share of the text before the answer. {self.metric.better.capitalize()} scores are better."
+        ]
         if num_seeds > 1:
             notes.append(f"Cells are means of up to {num_seeds} seeds.")
         records = (record for table in self.tables for record in table.records)

@@ -106,7 +106,7 @@ def _continue_training(member: SweepMember, done: int, job: WorkItem, meter: Job
     """Train a member to its end, from the checkpoint of step `done` or from its start."""
     steps = member.resolved_config.training.train_iters
     if done:
-        plan = f"resuming after step {done} of {steps}" if done < steps else "trained; running the missing test"
+        plan = f"resuming after step {done} of {steps}" if done < steps else "trained; evaluating the test text"
         meter.log(f"{member.name}: {plan}")
     if not done and member.origin is not None and not member.origin.is_dir():
         assert member.trunk is not None  # a branch has one

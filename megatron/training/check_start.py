@@ -189,7 +189,7 @@ def _check_output_folders(config: Config) -> None:
 class TrainingMachines:
     """Relation of the machines that train to this one, which decides what can be checked here."""
 
-    is_here: bool = True
+    is_local: bool = True
     """True if the run takes place on this machine, so that its limits apply."""
     shares_files: bool = True
     """True if the run sees the data under the paths of this machine."""
@@ -212,7 +212,7 @@ def check_environment(resolved: ResolvedRun, machines: TrainingMachines, *, read
     if reads_data and machines.shares_files:
         check_data_files(config)
     check_run_folder(config)
-    if machines.is_here:
+    if machines.is_local:
         _check_output_folders(config)
     check_disk(resolved)
     if machines.shares_python:
@@ -319,7 +319,7 @@ def check_start(
         vocab_size = plan.vocabulary.size
         if reads_tokens:
             check_slice_contents(plan.slices, plan.vocabulary)
-        if machines.is_here and config.data.task is None:
+        if machines.is_local and config.data.task is None:
             check_index_size(plan.order)
         started = plan.config
     else:

@@ -184,7 +184,7 @@ class LossGuard:
         reason = "its gradients are not finite" if is_finite else f"its loss is {loss}"
         limit = 1 if training.on_bad_loss == "stop" else training.max_bad_steps
         if self.bad_steps < limit:
-            return ContinueRun(f"step {step} skipped: {reason} ({self.bad_steps} in a row, stop at {limit})")
+            return ContinueRun(f"step {step} skipped: {reason} ({self.bad_steps} of max_bad_steps {limit} in a row)")
         key = "on_bad_loss" if training.on_bad_loss == "stop" else "max_bad_steps"
         return self._roll_back_or_stop(
             step, samples, f"{reason}, for {format_quantity(self.bad_steps, 'step')} in a row ({key})"

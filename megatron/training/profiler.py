@@ -42,10 +42,10 @@ Log = Callable[[str], None]
 def build_profiler(config: Config, groups: ProcessGroups, step: int, log: Log) -> "StepProfiler | None":
     """Build the profiler for the steps after `step`, or return None if this rank has nothing left to record."""
     logging = config.logging
-    is_here = config.checkpoint.save is not None and groups.rank in logging.profile.ranks
+    is_profiled = config.checkpoint.save is not None and groups.rank in logging.profile.ranks
     steps = range(max(logging.profile.steps.start, step + 1), logging.profile.steps.stop)
     snapshot = logging.memory_snapshot
-    if not is_here or not (steps or (snapshot is not None and snapshot > step)):
+    if not is_profiled or not (steps or (snapshot is not None and snapshot > step)):
         return None
     folder = Path(config.checkpoint.save or "") / PROFILE
     return StepProfiler(

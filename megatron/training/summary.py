@@ -170,7 +170,7 @@ def describe_finished(step: int, train_iters: int, *, is_tested: bool) -> str:
     """Describe what remains for a run that has already taken all its steps."""
     if is_tested:
         return f"nothing to do: the run is at step {step}, and train_iters is {train_iters}; increase it to continue"
-    return f"nothing to train: the run is at step {step}, and train_iters is {train_iters}; running the missing test"
+    return f"nothing to train: the run is at step {step}, and train_iters is {train_iters}; evaluating the test text"
 
 
 def describe_stop(config: Config, step: int, checkpoint: Path | None, signum: int) -> str:

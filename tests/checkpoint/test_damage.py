@@ -151,7 +151,7 @@ def test_an_interrupted_test_is_repeated(corpus: Path, tmp_path: Path) -> None:
     lines = metrics.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["kind"] == "test"
     metrics.write_text("".join(lines[:-1]) + lines[-1][:20])  # in the middle of a line
-    assert "nothing to train: the run is at step 4, and train_iters is 4; running the missing test" in resumed(
+    assert "nothing to train: the run is at step 4, and train_iters is 4; evaluating the test text" in resumed(
         corpus, tmp_path, **keys
     )
     after = records(tmp_path, "test")

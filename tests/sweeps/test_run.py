@@ -296,7 +296,7 @@ def test_a_finished_training_without_its_test_is_started_again(trainer: Trainer)
     Path("out/mine/seed_1234/metrics.jsonl").write_text('{"kind": "test", "step": 6\n')
     _, output = run(tests)
     assert trainer.calls()[0] == "alibi 1234 out/mine/seed_1234"
-    assert "mine, seed 1234: trained; running the missing test" in output
+    assert "mine, seed 1234: trained; evaluating the test text" in output
 
 
 def test_a_damaged_checkpoint_does_not_count_as_finished(trainer: Trainer) -> None:

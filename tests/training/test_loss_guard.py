@@ -101,7 +101,7 @@ def test_non_finite_steps_roll_back(corpus: Path, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(Engine, "forward_backward", accumulate)
     text = train_and_print(tiny_config(corpus, tmp_path, on_bad_loss="rollback", max_bad_steps=2, **KEYS))[0]
-    assert "step 4 skipped: its loss is nan (1 in a row, stop at 2)" in text
+    assert "step 4 skipped: its loss is nan (1 of max_bad_steps 2 in a row)" in text
     assert "step 5: its loss is nan, for 2 steps in a row (max_bad_steps); rolling back to" in text
     assert all(json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[4:])
 
@@ -192,7 +192,7 @@ def test_the_guard_decides_and_remembers_actions(corpus: Path, tmp_path: Path) -
 
     engine.skipped = True
     first = guard.check(7, 28, torch.tensor(math.nan))
-    assert first == ContinueRun("step 7 skipped: its loss is nan (1 in a row, stop at 2)")
+    assert first == ContinueRun("step 7 skipped: its loss is nan (1 of max_bad_steps 2 in a row)")
     assert isinstance(guard.check(8, 32, torch.tensor(1.0)), Rollback)
 
 

@@ -178,7 +178,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
 def test_a_bad_step_is_skipped(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {2})
     text, _ = train_and_print(tiny_config(corpus, tmp_path))
-    assert "step 2 skipped: its loss is nan (1 in a row, stop at 3)" in text
+    assert "step 2 skipped: its loss is nan (1 of max_bad_steps 3 in a row)" in text
     found = records(tmp_path)
     assert found[2]["loss"] is None
     assert [found[step]["skipped_steps"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
