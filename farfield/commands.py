@@ -277,14 +277,18 @@ def run_command(verb: str, *arguments: str, quiet: bool = False) -> None:
         start_new_session=True,  # only this process receives Ctrl-C, and forwards it once
     )
     assert child.stdout is not None
+
+    def show(line: str) -> None:
+        lines.append(line)
+        if not quiet and not line.startswith("error: "):  # raised below
+            print(line, end="")
+
     try:
         for line in child.stdout:
-            lines.append(line)
-            if not quiet and not line.startswith("error: "):  # raised below
-                print(line, end="")
+            show(line)
         child.wait()
     finally:
-        stop_child(child)
+        stop_child(child, show)
         child.stdout.close()
     if child.returncode != 0:
         raise build_command_error(child.returncode, lines, f"{verb} ended with exit code {child.returncode}")

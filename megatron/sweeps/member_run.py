@@ -188,14 +188,17 @@ def train_in_subprocess(
         raise build_command_error(child.returncode, lines, otherwise)
 
 
-def stop_child(child: subprocess.Popen[Any]) -> None:
-    """Stop a running command when its parent exits; a training first saves after its current step."""
+def stop_child(child: subprocess.Popen[Any], show: Callable[[Any], object] = lambda line: None) -> None:
+    """Stop a running command when its parent exits; a training first saves after its current step.
+
+    show: called with each line that the command still prints.
+    """
     if child.poll() is not None:
         return
     child.terminate()
     try:
-        for _ in child.stdout or ():  # a child whose pipe is not read does not exit
-            pass
+        for line in child.stdout or ():  # a child whose pipe is not read does not exit
+            show(line)
         child.wait()
     except BaseException:  # a second signal
         child.kill()

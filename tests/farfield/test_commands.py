@@ -67,6 +67,22 @@ def test_the_output_of_a_command_is_closed(monkeypatch) -> None:
     assert children[0].stdout.closed
 
 
+def test_an_interrupted_command_shows_what_it_prints_while_it_stops(monkeypatch, capfd) -> None:
+    """A training prints where it saved and how to resume it."""
+    code = (
+        "import os, signal, sys, time\n"
+        "def stop(*_):\n    print('saved; resume with …'); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "print('step 1', flush=True)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr(commands, "COMMAND", ["-c", code])
+    with pytest.raises(KeyboardInterrupt):
+        commands.run_command("train")
+    assert capfd.readouterr().out.endswith("saved; resume with …\n")
+
+
 @pytest.fixture
 def commands_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run commands as forks of this process. The notebooks' corpus is prepared by a separate process."""
