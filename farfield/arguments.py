@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.position.catalog import MethodFileError
-from megatron.utils.errors import FarfieldError, UserError, forbid_exits, shorten_text
+from megatron.utils.errors import FarfieldError, UserError, forbid_exits, shorten_text, to_path_error
 from megatron.utils.formatting import format_choices
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -22,8 +22,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def report_argument_errors(function: Function) -> Function:
     """Make a public function raise each mistake as a `UserError` that names the function's argument.
 
-    This covers missing and unknown arguments, messages that name an option or the command line, and errors in the
-    user's own methods, including calls of sys.exit().
+    This covers missing and unknown arguments, messages that name an option or the command line, paths that cannot be
+    used, and errors in the user's own methods, including calls of sys.exit().
     """
     signature = inspect.signature(function)
 
@@ -38,6 +38,10 @@ def report_argument_errors(function: Function) -> Function:
                 return function(*arguments, **named)
         except MethodFileError as error:
             raise UserError(str(error)) from error
+        except OSError as error:
+            if (unusable := to_path_error(error)) is not None:
+                raise unusable from error
+            raise
         except FarfieldError as error:
             text = "\n".join(_name_arguments(line, repr((arguments, named))) for line in str(error).splitlines())
             if text == str(error):

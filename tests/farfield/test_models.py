@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from permissions import unprivileged, unreadable
 from tiny_runs import make_run
 
 import farfield
@@ -221,6 +222,13 @@ def test_messages_name_arguments_instead_of_options(model: farfield.Model, tmp_p
         farfield.evaluate(run, tmp_path, data=str(tmp_path / "nowhere"))
     with pytest.raises(farfield.UserError, match=r"^num_layers is 'x'; it must be an integer"):
         farfield.train("configs/model/125M.yml", num_layers="x")
+
+
+def test_a_folder_that_may_not_be_read_is_a_user_error(corpus: Path, tmp_path: Path) -> None:
+    run = Path(make_run(str(tmp_path / "run"), corpus))
+    forbidden = run / "checkpoints"
+    with unprivileged(), unreadable(forbidden), pytest.raises(farfield.UserError, match=rf"^{forbidden}.*Permission"):
+        farfield.load(run)
 
 
 def test_texts_beyond_a_position_table_are_rejected(corpus: Path, tmp_path: Path) -> None:
