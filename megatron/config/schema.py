@@ -337,9 +337,6 @@ def describe_validation_error(
         items.append((item, location))
     missing = [".".join(map(str, path)) for item, path in items if item["type"] == "missing" and tuple(path) in keys]
     if len(missing) > 1:
-        source = locate(tuple(missing[0].split(".")))
-        prefix = f"{source}: " if source else ""
-        yield f"{prefix}{', '.join(missing)} are missing; set them, or also name a file that does, such as model/125M"
         items = [item for item in items if ".".join(map(str, item[1])) not in missing]
     for item, location in items:
         is_key = location[-1:] == [MAPPING_KEY]
@@ -373,6 +370,10 @@ def describe_validation_error(
             yield f"{prefix}{name} is empty (null); give it {values}, or remove it"
             continue
         yield f"{prefix}{name} is {_format_invalid_value(dict(item))}; {_list_valid_values(dict(item), keys.get(path))}"
+    if len(missing) > 1:
+        source = locate(tuple(missing[0].split(".")))
+        prefix = f"{source}: " if source else ""
+        yield f"{prefix}{', '.join(missing)} are missing; set them, or also name a file that does, such as model/125M"
 
 
 def describe_option_error(error: ValidationError, name: str) -> str:

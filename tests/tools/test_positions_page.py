@@ -283,7 +283,7 @@ class Doubled(Processor):
     source = "nobody 2000"
     advice = "Never (KERPLE)."
 
-    def forward(self, scores, bias, visible, heads=slice(None)):
+    def forward(self, scores, bias, visible, heads=slice(None), bias_contribution=None, first_columns=None):
         return 2 * (scores if bias is None else scores + bias)[:, heads]
 
     def flops_per_score(self):
