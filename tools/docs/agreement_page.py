@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.reports.combine import read_saved_runs
 from megatron.reports.comparison_table import ComparisonTable, build_comparison_tables
 from megatron.reports.leaderboard import find_text_table
 from megatron.reports.rank_agreement import build_agreement_table
@@ -43,14 +42,11 @@ repeats it for the best methods of the leaderboard, which differ little."""
 
 
 def read_text_table(name: str, redefined: Sequence[str] = ()) -> ComparisonTable:
-    """Read the table of perplexities over lengths of a record, without the methods that have been redefined.
-
-    An experiment without a record has the records of its finished runs in the folder of its name.
-    """
+    """Read the table of perplexities over lengths of a record, without the methods that have been redefined."""
     path = RESULTS / f"{name}.json"
-    records = read_records(path) if path.is_file() else read_saved_runs(RESULTS / name).records
-    table = find_text_table(build_comparison_tables([record for record in records if record.method not in redefined]))
-    assert table is not None, f"{path} and {RESULTS / name} have no perplexities over lengths"
+    kept = [record for record in read_records(path) if record.method not in redefined]
+    table = find_text_table(build_comparison_tables(kept))
+    assert table is not None, f"{path} has no perplexities over lengths"
     return table
 
 
@@ -73,9 +69,7 @@ def _render_parts() -> Iterator[str]:
     for budget in OTHERS:
         other = read_text_table(budget.name, budget.redefined)
         yield f"## {budget.difference}"
-        is_finished = (RESULTS / f"{budget.name}.json").is_file()
-        source = f"`{budget.name}.json`" if is_finished else f"`{budget.name}/`, its finished runs so far"
-        lines = [f"- Leaderboard: {describe_budget(board)}.", f"- {source}: {describe_budget(other)}."]
+        lines = [f"- Leaderboard: {describe_budget(board)}.", f"- `{budget.name}.json`: {describe_budget(other)}."]
         lines += [f"- Left out, because redefined since: {', '.join(budget.redefined)}."] if budget.redefined else []
         yield "\n".join(lines)
         title = f"Perplexity: leaderboard | {budget.name}"

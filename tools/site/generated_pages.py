@@ -15,6 +15,7 @@ ASSETS = Path("tools/site/assets")
 RESULTS: dict[str, dict[str, str]] = {
     "Methods compared": {
         "zoo": "The leaderboard",
+        "zoo_3m": "The leaderboard's second tier, 3.3M parameters",
         "zoo_text": "The leaderboard's text, trained longer",
         "agreement": "The leaderboard's order at other budgets",
         "small": "Small versions of the papers' tables",
