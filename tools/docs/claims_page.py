@@ -29,6 +29,7 @@ from megatron.reports.uncertainty import count_seeds_needed
 from tools.docs import card_page
 from tools.docs.record_configuration import (
     LEADERBOARD,
+    SECOND_TIER,
     ConfigurationChange,
     describe_changes,
     find_configuration_change,
@@ -50,8 +51,10 @@ INTRODUCTION = """# Claims of the papers
 <!-- Written by `make docs` from tools/docs/claims.yml and docs/results: change those, not this page. -->
 
 Each row is a claim of a paper that compares two numbers, with the published ratio and ours. Ratios below 1 are in favor
-of the claim. **Everything here is at one small size**, which [the last table](#records) states for each record. A
-verdict holds for this size, text and learning rate, and for no other.
+of the claim. **Everything here is at small sizes**, which [the last table](#records) states for each record. A verdict
+holds for its size, text and learning rate, and for no other. The *second tier* (`zoo_3m`) has four times the parameters
+and five times the training. Claims that were not reproduced before it was trained are tested there too, if it has the
+same methods.
 
 - **reproduced**, **contradicted**: the difference is significant, in the direction of the claim or against it.
 - **undecided**: it is not significant, or there is one seed.
@@ -148,12 +151,22 @@ def list_outcomes(content: dict[str, Any]) -> list[list[Outcome]]:
     Returns:
         Outcomes of each paper.
     """
-    papers = [[_measure(claim) for claim in paper["claims"]] for paper in content["papers"]]
+    papers = [[_measure(row) for claim in paper["claims"] for row in _list_rows(claim)] for paper in content["papers"]]
     tested = [outcome for outcomes in papers for outcome in outcomes if outcome.is_tested]
     corrected = dict(zip(map(id, tested), apply_holm_correction([each.p for each in tested]), strict=True))
     return [
         [_decide(each, corrected[id(each)]) if each.is_tested else each for each in outcomes] for outcomes in papers
     ]
+
+
+def _list_rows(claim: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a claim as its experiment measures it, and as the second tier does if it has the same methods."""
+    if "untested" not in claim and "published" not in claim:
+        names = claim.get("quoted", claim["record"]), claim["compare"], claim.get("names", {})
+        claim = {**claim, "published": _format_published_ratios(*names)}
+    yield claim
+    if cells := claim.get("second_tier"):
+        yield {**claim, "record": SECOND_TIER, "compare": cells}
 
 
 def _measure(claim: dict[str, Any]) -> Outcome:
@@ -166,9 +179,6 @@ def _measure(claim: dict[str, Any]) -> Outcome:
         differences = tuple(math.log(left.value) - math.log(right.value) for left, right in pairs)
     else:
         differences = tuple(right.value - left.value for left, right in pairs)
-    published = claim.get("published")
-    if published is None:
-        published = _format_published_ratios(claim.get("quoted", record), cells, claim.get("names", {}))
     changes = {each[0].method: _find_change(record, each[0]) for each in (own, other)}
     is_outdated = any(change.redefines_method for change in changes.values())
     p = math.nan
@@ -176,13 +186,19 @@ def _measure(claim: dict[str, Any]) -> Outcome:
         p = float(stats.ttest_1samp(differences, 0.0).pvalue)
     verdict = OUTDATED if is_outdated else UNDECIDED
     where = dict.fromkeys(_format_place(cell) for cell in cells)
-    text = f"{claim['claim']} ({' against '.join(where)})"
-    set_since = describe_changes(changes)
+    tier = ", second tier" if record == SECOND_TIER else ""
+    text = f"{claim['claim']} ({' against '.join(where)}{tier})"
+    published, set_since = claim["published"], describe_changes(changes)
     return Outcome(text, claim["source"], record, verdict, published, metric, differences, p, set_since=set_since)
 
 
 def _find_change(name: str, record: Record) -> ConfigurationChange:
-    """Find what has changed since a record in the files of its experiment, if it is of one or of the leaderboard."""
+    """Find what has changed since a record in the files of its experiment, if it is of one or of the leaderboard.
+
+    The methods of the second tier are those of the experiments.
+    """
+    if name == SECOND_TIER:
+        return ConfigurationChange({})
     if name != LEADERBOARD and _read_record_file(name)[1].parent.name != "small":
         return ConfigurationChange({}, is_known=False)
     return find_configuration_change(name, record)
@@ -245,10 +261,10 @@ def _render_parts() -> Iterator[str]:
     level = SIGNIFICANCE_LEVEL / tests
     yield INTRODUCTION.format(tests=tests, power=TEST_POWER, level=f"{level:.2g}")
     everything = [outcome for outcomes in papers for outcome in outcomes]
-    yield f"\n**Of {len(everything)} claims: {_describe_counts(everything)}.**\n"
+    yield f"\n**Of {len(everything)} comparisons: {_describe_counts(everything)}.**\n"
     for paper, outcomes in zip(content["papers"], papers, strict=True):
         yield f"\n## {paper['name']}\n\n{paper['reference']}.\nSetup: {paper['setup']}.\n"
-        yield f"Of {len(outcomes)} claims: {_describe_counts(outcomes)}.\n"
+        yield f"Of {len(outcomes)} comparisons: {_describe_counts(outcomes)}.\n"
         if "note" in paper:
             yield f"{textwrap.fill(paper['note'].strip(), 120, break_long_words=False)}\n"
         yield "\n| claim | source | published ratio | ours, p | record | set since | verdict | seeds |\n"
@@ -262,7 +278,7 @@ def _render_parts() -> Iterator[str]:
 
 
 CONCLUSION = """
-The text of `zoo` is that of the [leaderboard](results/zoo.md); that of `tasks_mqar` is a task
+The text of `zoo` and `zoo_3m` is that of the [leaderboard](results/zoo.md); that of `tasks_mqar` is a task
 ([tasks.md](results/tasks.md)); [small.md](results/small.md) states those of the others.
 
 To change a verdict, train the record again with more seeds, for example

@@ -29,7 +29,7 @@ from megatron.sweeps.spec import read_sweep
 METHOD_SECTION = "position"
 """Section of the keys that define a method. Others are settings of its training."""
 DECAY_KEY = "decay_positions"
-LEADERBOARD, LEADERBOARD_FILES = "zoo", ("quickstart", "zoo")
+LEADERBOARD, SECOND_TIER = "zoo", "zoo_3m"
 MAX_REMOVED = 4
 """Largest number of keys that a file is assumed to have set since a record."""
 RUN_FOLDER = re.compile(r".*-(?P<digest>[0-9a-f]{8})")
@@ -50,9 +50,10 @@ class ConfigurationChange:
 
 
 @cache
-def _list_configurations(experiment: str) -> dict[str, Config]:
-    """Return the current configuration of each variant of an experiment, at small size."""
-    return {member.variant: member.config for member in read_sweep(["small", experiment]).members}
+def list_configurations(experiment: str) -> dict[str, Config]:
+    """Return the current configuration of each variant of an experiment at small size, or of a leaderboard."""
+    model = "quickstart" if experiment in (LEADERBOARD, SECOND_TIER) else "small"
+    return {member.variant: member.config for member in read_sweep([model, experiment]).members}
 
 
 def find_configuration_change(experiment: str, record: Record) -> ConfigurationChange:
@@ -74,7 +75,7 @@ def find_configuration_change(experiment: str, record: Record) -> ConfigurationC
 @cache
 def _find_change(experiment: str, method: str, folder: str, corpus: PurePath | None) -> ConfigurationChange:
     """Find the change of a method from the name of its run's folder and the folder of its corpus."""
-    config, found = _list_configurations(experiment).get(method), RUN_FOLDER.fullmatch(folder)
+    config, found = list_configurations(experiment).get(method), RUN_FOLDER.fullmatch(folder)
     if config is None or found is None:
         return ConfigurationChange({}, is_known=False)
     keys = {key: value for key, value in config.get_training_fingerprint(defaults=False).items() if key != "seed"}
@@ -92,7 +93,7 @@ def _find_change(experiment: str, method: str, folder: str, corpus: PurePath | N
 @cache
 def _compare_with_method_file(method: str) -> ConfigurationChange:
     """Find the keys that a method's file in configs/position sets, and the variant of the leaderboard does not."""
-    config = next((each.config for each in read_sweep(LEADERBOARD_FILES).members if each.variant == method), None)
+    config = list_configurations(LEADERBOARD).get(method)
     if config is None or method not in list_overlays():
         return ConfigurationChange({}, is_known=False)
     keys = find_keys_differing_from_overlay(config, method)
