@@ -234,7 +234,7 @@ def plan_resume(
     index = next((i for i, path in enumerate(saved) if _is_same_folder(path, checkpoint)), None)
     stored_config, is_named = load_checkpoint_config(checkpoint), layout.is_checkpoint(options.load)
     if index is None and not is_named and not options.finetune:
-        _check_run_in_place(options, stored_config)
+        _check_run_not_moved(options, stored_config)
     if saved and index is None:
         raise UserError(
             f"save: {options.save} contains checkpoints up to {saved[-1].name}, but this run would start from "
@@ -313,7 +313,7 @@ def _is_same_folder(one: str | Path, other: str | Path | None) -> bool:
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
-def _check_run_in_place(options: CheckpointOptions, stored: Config) -> None:
+def _check_run_not_moved(options: CheckpointOptions, stored: Config) -> None:
     """Raise UserError if `save` is the folder in which the run of `load` was trained before it was moved or copied.
 
     Otherwise the moved run would continue as a branch in a new folder at its old path.

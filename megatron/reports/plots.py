@@ -267,24 +267,25 @@ def _limit_y_axis(
     """Limit a linear axis to a range, without extreme values, and mark points beyond it by triangles at its edges.
 
     Returns:
-        True if there are such points.
+        True if there are triangles. Curves over a dense axis have none.
     """
     inside = [y for _, means, _ in curves for y in means if limits[0] <= y <= limits[1]]
     if not inside:
         return False
     scale = next(each for each in choose_scales([*limits, *inside], [], table.metric) if each.name == "linear")
-    beyond = [
-        (x * factor, "^" if mark == "over" else "v", index)
-        for index, ((x_values, means, _), factor) in enumerate(zip(curves, x_factors, strict=True))
-        for x, y in zip(x_values, means, strict=True)
-        if (mark := scale.get_clip_mark(y)) is not None
-    ]
-    if beyond:
+    has_points_beyond = False
+    for index, ((x_values, means, _), factor) in enumerate(zip(curves, x_factors, strict=True)):
+        for mark, edge, marker in (("over", scale.high, "^"), ("under", scale.low, "v")):
+            beyond = [x * factor for x, y in zip(x_values, means, strict=True) if scale.get_clip_mark(y) == mark]
+            if not beyond:
+                continue
+            has_points_beyond = True
+            if not table.axis.is_dense:  # a dense curve would be a row of triangles
+                color = get_curve_style(index)["color"]
+                axes.plot(beyond, [edge] * len(beyond), linestyle="", marker=marker, color=color, clip_on=False)
+    if has_points_beyond:
         axes.set_ylim(scale.low, scale.high)
-    for x, marker, index in beyond:
-        edge = scale.high if marker == "^" else scale.low
-        axes.plot(x, edge, marker=marker, color=get_curve_style(index)["color"], clip_on=False)
-    return bool(beyond)
+    return has_points_beyond and not table.axis.is_dense
 
 
 class MetricFormatter(Formatter):

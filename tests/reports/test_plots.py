@@ -198,7 +198,7 @@ def test_a_close_up_has_the_methods_that_end_near_the_best(story: list[Record]) 
     _, _, legend_title = plots.draw_panel(axes, table, close_up=close_up)
     low, high = axes.get_ylim()
     assert low < close_up[0] < close_up[1] < high < 12.5
-    assert [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "^"][-2:] == [high, high]
+    assert [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "^"] == [[high, high]]
     assert "beyond" in legend_title
 
 
@@ -218,4 +218,24 @@ def test_a_linear_axis_leaves_out_extreme_values(story: list[Record]) -> None:
     axes = axes_of(records)
     low, high = axes.get_ylim()
     assert -4.5 < low < 0.05 < 0.075 < high
-    assert [line.get_ydata()[0] for line in axes.lines if line.get_marker() == "v"][-2:] == [low, low]
+    assert [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "v" and low in line.get_ydata()] == [
+        [low, low]
+    ]
+
+
+def test_a_close_up_of_a_dense_axis_has_no_triangles() -> None:
+    """There would be one for each of hundreds of positions."""
+    records = [
+        record(method, 2048, 5.0 + (position if method == "rotary" else 0), axis="tokens_seen", place=position)
+        for method in ("rotary", "kerple_log", "cdape")
+        for position in range(1, 200)
+    ]
+    (table,) = build_comparison_tables(records)
+    assert table.axis.is_dense
+    close_up = plots.find_close_up(table)
+    assert close_up is not None
+    axes = Figure().add_subplot()
+    _, _, legend_title = plots.draw_panel(axes, table, close_up=close_up)
+    assert axes.get_ylim()[1] < 10
+    assert not [line for line in axes.lines if line.get_marker() == "^"]
+    assert "beyond" not in legend_title
