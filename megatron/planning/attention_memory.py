@@ -46,9 +46,12 @@ MATRIX_ROWS = 256
 MAX_HEAD_DIM, MAX_PROCESSOR_WIDTH = 128, 64
 """Limits of the kernels (`megatron/kernels/head_dim.py`, `megatron/kernels/cdape_attention/op.py`)."""
 
-MAPS_FRACTION, MIN_CHUNK_ROWS, CHUNK_ROWS = 1 / 12, 16, 1024
-"""Largest fraction of device memory for the score matrices of a chunk in kernels/cdape_attention; fewest and most rows
-of a chunk."""
+MAPS_FRACTION, MIN_CHUNK_ROWS, CHUNK_ROWS, MAX_CHUNK_ROWS = 1 / 12, 16, 1024, 4096
+"""Largest fraction of device memory for the score matrices of a chunk in kernels/cdape_attention; fewest, usual and
+most rows of a chunk."""
+BLOCK_ROWS, SOFTMAX_ROWS, MULTIPROCESSORS = 32, 64, 132
+"""Rows of a block of the CUDA kernels there, rows of a program of the softmax, and multiprocessors of an H100 and H200.
+The 108 of an A100 make some chunks half as large with 4, 7 or 8 heads in the batch, and the same otherwise."""
 
 PARTIAL_SUMS = 1024
 """Programs that share the sums of a table's gradient (`megatron/kernels/biased_attention/configs.py`)."""
@@ -181,8 +184,8 @@ def _count_gate_bytes(shape: AttentionShape, chunk_rows: int) -> int:
 def has_cuda_kernels(shape: AttentionShape) -> bool:
     """Return True if kernels/cdape_attention has CUDA kernels for the shape, like `mixer.is_supported` (tested).
 
-    They run only if a block fits in the GPU's shared memory and a chunk has a block for each multiprocessor. Otherwise
-    the estimate is an upper bound.
+    They run only if a block fits in the GPU's shared memory and blocks occupy two thirds of the multiprocessors.
+    Otherwise the estimate is an upper bound.
     """
     processor = shape.processor
     width = 0 if processor is None else processor.compute_kernel_width(shape.num_heads)
@@ -216,13 +219,18 @@ def estimate_kernel_map_bytes(num_heads: int, bytes_per_element: int) -> int:
 def choose_chunk_rows(shape: AttentionShape) -> int:
     """Return the query rows of a chunk in kernels/cdape_attention.
 
-    It equals `configs.choose_chunk_rows` there on a GPU with more multiprocessors than needed; a test compares the two.
+    It equals `configs.choose_chunk_rows` there on an H100 or H200 (tested), or is more if chunks are made equal.
     """
     channels = -(-shape.num_heads // 8) * 8
     room = int(shape.gpu_bytes * MAPS_FRACTION) // (
         shape.batch_size * shape.num_columns * estimate_kernel_map_bytes(shape.num_heads, shape.bytes_per_element)
     )
-    rows = CHUNK_ROWS
+    rows, batch = CHUNK_ROWS, shape.batch_size
+    while rows < MAX_CHUNK_ROWS and (
+        batch * shape.num_heads * rows < MULTIPROCESSORS * SOFTMAX_ROWS
+        or (has_cuda_kernels(shape) and 3 * batch * rows < 2 * MULTIPROCESSORS * BLOCK_ROWS)
+    ):
+        rows *= 2
     while rows > MIN_CHUNK_ROWS and rows > min(room, ((1 << 31) - 1) // (channels * shape.num_columns)):
         rows //= 2
     return rows

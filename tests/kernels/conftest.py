@@ -81,7 +81,7 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     The interpreter takes equally long for tiles of any size. Few large tiles are fast, and short sequences still have
     several.
     """
-    from megatron.kernels.cdape_attention import chunks, head_products, term_sums, triton_mixer
+    from megatron.kernels.cdape_attention import chunks, head_products, partial_sums, triton_mixer
     from megatron.kernels.cdape_attention.configs import (
         choose_attend_tile,
         choose_heads_tile,
@@ -105,7 +105,7 @@ def tall_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         head_products, "choose_product_tile", lambda *args: replace(choose_product_tile(*args), **small)
     )
     if INTERPRETED:  # on a GPU this tile has 2,048 values per thread, and ptxas takes minutes
-        monkeypatch.setattr(term_sums, "TILE", Tile(64, 4096, 4, 1))
+        monkeypatch.setattr(partial_sums, "BLOCK", (64, 4096))
     monkeypatch.setattr(triton_mixer, "choose_splits", lambda blocks, batch, row_blocks: min(row_blocks, 2))
 
 

@@ -130,17 +130,17 @@ def test_methods_supported_by_backends(processor_name: str, monkeypatch: pytest.
 def test_chunks_of_the_processor_kernel(heads: int, gib: int) -> None:
     position = PositionOptions(pos_emb="kerple_log", score_processor="cdape")
     encoding, processor = plan_encoding(position), plan_processor(position)
-    for dtype, batch, length in product((torch.bfloat16, torch.float32), (1, 8), (512, 8192, 131072)):
+    for dtype, batch, length in product((torch.bfloat16, torch.float32), (1, 2, 8), (512, 8192, 131072)):
         assert attention_memory.estimate_kernel_map_bytes(heads, dtype.itemsize) == configs.count_map_bytes(
             heads, dtype
         )
         shape = AttentionShape(
             batch, ((0, length),), heads, 64, dtype.itemsize, encoding, processor, True, None, 64, False, gib << 30
         )
-        device = DeviceProperties(gib << 30, 108)
-        # If the batch does not occupy all multiprocessors, chunks have twice as many rows.
-        wanted = configs.choose_chunk_rows(max(batch, 8), heads, length, length, dtype, device)
-        if batch == 8:
+        has_kernels = attention_memory.has_cuda_kernels(shape)
+        for multiprocessors in (108, 132):  # of an A100 and an H100
+            sizes = batch, heads, length, length, dtype, DeviceProperties(gib << 30, multiprocessors)
+            wanted = configs.choose_chunk_rows(*sizes, has_cuda_kernels=has_kernels)
             assert min(choose_chunk_rows(shape), length) == wanted
 
 

@@ -18,10 +18,10 @@ from torch.nn.functional import pad
 
 from megatron.kernels.cdape_attention import mixer_operands
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
-from megatron.kernels.cdape_attention.chunks import ALIGNED, NO_WINDOW_INT32
+from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32
 from megatron.kernels.cdape_attention.geometry import FOLDER, HEADS, WIDTH, KernelFamily, KernelForm, MixerKernel, Tile
 from megatron.kernels.cdape_attention.mixer import ChunkInputs, ColumnSpans
-from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
+from megatron.kernels.cdape_attention.mixer_operands import MAX_TILE_COLUMNS, MixerOperands
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape, pack_weights
 from megatron.kernels.cuda.compile import CudaKernel
 
@@ -59,7 +59,9 @@ class Shape:
     @property
     def left(self) -> int:
         """Position of the maps' first column."""
-        return 0 if self.window is None else max(self.position - self.window + 1, 0) // ALIGNED * ALIGNED
+        return (
+            0 if self.window is None else max(self.position - self.window + 1, 0) // MAX_TILE_COLUMNS * MAX_TILE_COLUMNS
+        )
 
     @property
     def document_starts(self) -> Tensor | None:
@@ -127,12 +129,17 @@ class Case(NamedTuple):
 
     def build_for_rows(self, family: KernelFamily, *, is_local: bool, is_gated: bool = False) -> MixerKernel:
         """Describe the kernel, with `held_tensors` tensors in shared memory, or by default as many as fit."""
+        kernel = self.find_for_rows(family, is_local=is_local, is_gated=is_gated)
+        assert kernel is not None
+        return kernel
+
+    def find_for_rows(self, family: KernelFamily, *, is_local: bool, is_gated: bool = False) -> MixerKernel | None:
+        """Return the same kernel, or None if the family has none of this geometry or size."""
         held = (self.held_tensors,) if self.held_tensors else (2, 1)
-        wanted = [Tile(self.rows, self.columns, x) for x in held]
-        tile = next(tile for tile in wanted if tile in family.tiles)
+        tiles = [tile for x in held if (tile := Tile(self.rows, self.columns, x)) in family.tiles]
         sizes = (self.taps, self.dim, self.dtype, is_local, self.heads, self.width)
         form = KernelForm(*sizes, is_gated, self.is_linear)
-        return family.build(tile, form, 90)
+        return family.build(tiles[0], form, 90) if tiles and family.covers(form) else None
 
     def adapt(self, shape: Shape) -> Shape:
         heads, width = shape.heads, shape.width
@@ -158,7 +165,7 @@ SEVEN_TAPS = CASES[6]
 LINEAR_CASE = Case(32, 32, 64, torch.bfloat16, 1, is_linear=True)
 LOCAL_CASES = [*CASES[:3], SEVEN_TAPS]
 ROUNDINGS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
-"""Relative to a number, half a unit in the last place of the types."""
+"""Relative to a number, half of the largest rounding error of the types."""
 
 
 def find_seen(shape: Shape) -> Tensor:

@@ -90,7 +90,7 @@ KERNELS = {
     "heads": ("_scores_kernel", "_attend_bwd_kernel"),
     "attend_fwd": ("_attend_fwd_kernel",),
     "attend_sums": ("_attend_sums_kernel",),
-    "product": ("_multiply_transposed_kernel", "_differentiate_scores_kernel"),
+    "product": ("_differentiate_qkv_kernel",),
     "bias_fwd": ("_fwd_kernel",),
     "bias_bwd_dq": ("_bwd_dq_kernel",),
     "bias_bwd_dkdv": ("_bwd_dkdv_kernel",),

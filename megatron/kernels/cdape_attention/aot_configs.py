@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from megatron.kernels.cdape_attention import gate_terms, term_sums
+from megatron.kernels.cdape_attention import gate_terms
+from megatron.kernels.cdape_attention.attention_kernel import ATTENTION_KERNELS
 from megatron.kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from megatron.kernels.cdape_attention.configs import (
     build_attend_constants,
     build_heads_constants,
     build_processor_constants,
     build_product_constants,
+    build_qkv_constants,
     choose_attend_tile,
     choose_heads_tile,
     choose_processor_tile,
@@ -27,7 +29,6 @@ from megatron.kernels.cdape_attention.gate_kernels import (
     _gate_weights_kernel,
 )
 from megatron.kernels.cdape_attention.geometry import KernelForm, choose_kernel
-from megatron.kernels.cdape_attention.logit_kernels import LOGIT_KERNELS
 from megatron.kernels.cdape_attention.mapped_softmax import (
     _differentiate_mapped_kernel,
     _map_weights_kernel,
@@ -36,14 +37,9 @@ from megatron.kernels.cdape_attention.mapped_softmax import (
     choose_mapped_tile,
 )
 from megatron.kernels.cdape_attention.mixer_chunks import BACKWARD_KERNELS
-from megatron.kernels.cdape_attention.products import (
-    _differentiate_scores_kernel,
-    _multiply_kernel,
-    _multiply_transposed_kernel,
-)
+from megatron.kernels.cdape_attention.products import _differentiate_qkv_kernel, _multiply_kernel
 from megatron.kernels.cdape_attention.scores import _scores_kernel
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_fwd_kernel, _attend_sums_kernel
-from megatron.kernels.cdape_attention.term_sums import _partial_sums_kernel
 from megatron.kernels.compile import SPILL_BUDGET, SPILL_BUDGET_FLOAT32, KernelConfig, PassKernel, build_signature
 
 DTYPES_BY_NAME = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -77,11 +73,7 @@ PROCESSOR_KERNELS = {
 ATTEND_KERNELS = {"attend_fwd": _attend_fwd_kernel, "attend_sums": _attend_sums_kernel}
 HEAD_TILE_KERNELS = {"scores": _scores_kernel, "attend_bwd": _attend_bwd_kernel}
 """Kernels whose programs process a tile of all heads."""
-PRODUCT_KERNELS = {
-    "differentiate_scores": _differentiate_scores_kernel,
-    "multiply_transposed": _multiply_transposed_kernel,
-    "multiply": _multiply_kernel,
-}
+PRODUCT_KERNELS = {"differentiate_qkv": _differentiate_qkv_kernel, "multiply": _multiply_kernel}
 MAPPED_KERNELS = {"map_weights": _map_weights_kernel, "differentiate_mapped": _differentiate_mapped_kernel}
 """Kernels of a softmax with a map between the heads."""
 FLOAT32_POINTERS = (
@@ -180,19 +172,26 @@ def _build_head_tile_config(
 def _build_product_config(
     name: str, dim: int, dtype_name: str, *, odd: bool = False, documents: bool = False, add: bool = False
 ) -> KernelConfig:
-    """Build the configuration of a product; `add`: the result is added to earlier chunks' sums in float32."""
+    """Build the configuration of products; `add`: results are added to other chunks' sums in float32.
+
+    The partial sums are those that the CUDA kernels leave: of tables, of weights, and of E.
+    """
     kernel: Any = PRODUCT_KERNELS[name]
     tile = choose_product_tile(dim, DTYPES_BY_NAME[dtype_name])
     suffix = " odd" if odd else " documents" if documents else " add" if add else ""
-    sums_rows = "ADD" in kernel.arg_names
-    constants = build_product_constants(dim, tile, add=add if sums_rows else None)
-    constants = _add_document_starts(constants, documents)
+    of_types = dtype_name, ("dk_ptr", "dv_ptr") if add else (), () if odd else ("C",)
+    if name == "multiply":
+        constants = _add_document_starts(build_product_constants(dim, tile), documents)
+        signature = build_signature(kernel, constants, *of_types)
+    else:
+        constants = build_qkv_constants(dim, tile, add=add)
+        constants = _add_document_starts(constants, documents)
+        signature = build_signature(kernel, (*constants, "partial_sums"), *of_types)
+        signature["partial_sums"] = (("*fp32", "*fp32", "i32", "i32", *("i32:16",) * 4),) * 3
     return KernelConfig(
         name=f"{name}{suffix} d={dim} {dtype_name}",
         kernel=kernel,
-        signature=build_signature(
-            kernel, constants, dtype_name, ("out_ptr", "dk_ptr") if add else (), () if odd else ("C",)
-        ),
+        signature=signature,
         constexprs=constants,
         options=tile.options,
     )
@@ -219,18 +218,6 @@ def _build_mapped_config(
         constexprs=constants,
         options=tile.options,
         spill_budget=SPILL_BUDGET_FLOAT32 if dtype_name == "fp32" else SPILL_BUDGET,
-    )
-
-
-def _build_sums_config(*, add: bool) -> KernelConfig:
-    """Build the configuration of the sums that the CUDA kernels leave: of tables, of weights, and of E."""
-    output = ("*fp32", "*fp32", "i32", "i32", "i32:16", "i32:16", "i32:16", "i32:16")
-    return KernelConfig(
-        name=f"partial_sums{' add' * add}",
-        kernel=_partial_sums_kernel,
-        signature={"outputs": (output,) * 3},
-        constexprs=term_sums.build_sums_constants(term_sums.TILE, add=add),
-        options=term_sums.TILE.options,
     )
 
 
@@ -322,8 +309,6 @@ def list_configurations() -> Iterator[KernelConfig]:
             for dtype_name in DTYPES_BY_NAME if heads == 16 else ("bf16",):
                 yield _build_mapped_config(name, heads, dtype_name, pairs=heads <= 16)
         yield _build_mapped_config(name, 16, "bf16", documents=True, sinks=name == "map_weights")
-    for add in (False, True):
-        yield _build_sums_config(add=add)
     for name in ("gate_operands", "gate_gradients"):
         for kernel_size in (1, 3, 5, 7):
             for documents in (False, True):
@@ -338,8 +323,7 @@ def list_passes(arch: int) -> dict[str, list[PassKernel]]:
     """Return the kernels of a forward and backward pass with heads of 64, width 32 and k = 3, in bfloat16.
 
     They are Triton's, with 12 heads, and those that are launched if blocks fill the GPU: CUDA kernels, and Triton's for
-    the softmax of the forward pass and the products, with 12 and 16 heads. Triton's tiles are the same for each
-    architecture.
+    the products, with 12 and 16 heads. Triton's tiles are the same for each architecture.
     """
     launched = {f"CDAPE in CUDA, {heads} heads": list(_build_launched_pass(heads, arch)) for heads in (12, 16)}
     return {"CDAPE": list(build_pass()), **launched}
@@ -348,15 +332,11 @@ def list_passes(arch: int) -> dict[str, list[PassKernel]]:
 def _build_launched_pass(heads: int, arch: int) -> Iterator[PassKernel]:
     triton_kernels = {kernel.config.name.split()[0]: kernel for kernel in build_pass(heads)}
     form = KernelForm(3, 64, torch.bfloat16)  # heads are padded
-    cuda_kernels = []
-    for family in (LOGIT_KERNELS, *BACKWARD_KERNELS):
+    for family in (ATTENTION_KERNELS, *BACKWARD_KERNELS):
         kernel = choose_kernel(family, form, arch)
         assert kernel is not None
-        cuda_kernels.append(PassKernel(kernel.code, kernel.tile.rows * kernel.tile.columns, has_loop=True))
-    yield cuda_kernels[0]
-    yield triton_kernels["attend_fwd"]
-    yield from cuda_kernels[1:]
-    yield from (triton_kernels[name] for name in ("multiply_transposed", "differentiate_scores"))
+        yield PassKernel(kernel.code, kernel.tile.rows * kernel.tile.columns, has_loop=True)
+    yield triton_kernels["differentiate_qkv"]
 
 
 def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int = 64) -> Iterator[PassKernel]:
@@ -402,10 +382,9 @@ def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int 
         has_loop=True,
     )
     product = choose_product_tile(dim, DTYPES_BY_NAME[dtype_name])
-    for name, loops in (("multiply_transposed", 1), ("differentiate_scores", 2)):  # dV; dQ and dK
-        yield PassKernel(
-            _build_product_config(name, dim, dtype_name),
-            product.block_m * product.block_n / heads,
-            has_loop=True,
-            loops=loops,
-        )
+    yield PassKernel(
+        _build_product_config("differentiate_qkv", dim, dtype_name),
+        product.block_m * product.block_n / heads,
+        has_loop=True,
+        loops=3,  # dQ, dK and dV
+    )

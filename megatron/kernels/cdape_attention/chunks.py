@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.configs import build_processor_constants, choose_processor_tile
-from megatron.kernels.cdape_attention.mixer_operands import MixerOperands
+from megatron.kernels.cdape_attention.mixer_operands import MAX_TILE_COLUMNS, MixerOperands
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 from megatron.kernels.runtime import Tile
 
 NO_WINDOW_INT32 = 1 << 30
 """Window of calls without one. Kernels take it in 32 bits, with room for sums with positions."""
-ALIGNED = 16
-"""Maps begin at a multiple of this many columns. If they also end at one, kernels read four logits at a time."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +132,7 @@ def _list_chunks(rows: int, offset: int, window: int, padding: int, chunk_rows: 
     chunks = []
     for first in range(0, rows, chunk_rows):
         last, position = min(first + chunk_rows, rows), offset + first
-        left = max(position - window + 1, 0) // ALIGNED * ALIGNED
+        # The kernels thus divide a row's columns into the same tiles in all chunks.
+        left = max(position - window + 1, 0) // MAX_TILE_COLUMNS * MAX_TILE_COLUMNS
         chunks.append(Chunk(first, last, left, offset + last, position, offset + rows + padding))
     return tuple(chunks)

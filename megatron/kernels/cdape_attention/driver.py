@@ -3,6 +3,8 @@
 B batch, H heads, R query rows, C key columns, d head dimension.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,8 @@ from megatron.kernels.cdape_attention.head_products import (
     allocate_key_gradients,
     allocate_output,
     average_values,
-    differentiate_scores,
+    differentiate_qkv,
     differentiate_sinks,
-    multiply_transposed,
 )
 from megatron.kernels.cdape_attention.mapped_softmax import average_mapped_values, differentiate_mapped_softmax
 from megatron.kernels.cdape_attention.term_sums import TermSums
@@ -44,13 +45,6 @@ def compute_logits(
     return process_scores(problem, chunk, compute_scores(problem, chunk, scaled, k) if scores is None else scores)
 
 
-def compute_maps(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> ChunkMaps:
-    """Compute scores and logits, and allocate the other maps."""
-    scores = compute_scores(problem, chunk, scaled, k)
-    logits = compute_logits(problem, chunk, scaled, k, scores)
-    return ChunkMaps(scores, logits, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
-
-
 def uses_mixer_sums(problem: CdapeProblem, k: Tensor, chunk_rows: int) -> bool:
     """Return True if the CUDA kernels compute the backward pass of some chunk."""
     families = mixer_chunks.list_backward_kernels(problem)
@@ -73,11 +67,34 @@ def forward(
 
     def attend(chunk: Chunk) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
-        average(problem, chunk, compute_logits(problem, chunk, scaled, k), v, attended)
+        kernel = mixer_chunks.choose_attention_kernel(problem, chunk, k)
+        if kernel is None:
+            average(problem, chunk, compute_logits(problem, chunk, scaled, k), v, attended)
+        else:
+            inputs = mixer_chunks.build_logit_inputs(problem, chunk, scaled, k)
+            mixer_chunks.compute_attention_of_chunk(inputs, problem, chunk, v, attended, kernel)
 
-    for chunk in list_chunks(problem, chunk_rows):
+    for chunk in _list_forward_chunks(problem, k, chunk_rows, needs_gradients=needs_gradients):
         attend(chunk)
     return attended
+
+
+def _list_forward_chunks(
+    problem: CdapeProblem, k: Tensor, chunk_rows: int, *, needs_gradients: bool
+) -> Sequence[Chunk]:
+    """Return the chunks of a forward pass: without gradients, all rows at once if a kernel needs no maps.
+
+    Activation checkpointing repeats a pass without gradients as one with gradients, in chunks, and must get the same
+    bits. Each chunk must then have that kernel, too, which it may lack if it has few rows. In inference mode no pass is
+    repeated.
+    """
+    chunks = list_chunks(problem, chunk_rows)
+    if needs_gradients:
+        return chunks
+    whole = list_chunks(problem, problem.rows)
+    computed = whole if torch.is_inference_mode_enabled() else (*whole, *chunks)
+    kernels = (mixer_chunks.choose_attention_kernel(problem, chunk, k) for chunk in computed)
+    return chunks if any(kernel is None for kernel in kernels) else whole
 
 
 def backward(
@@ -95,8 +112,7 @@ def backward(
     """Return the gradients of q, k, v, sinks and the head map, and add those of tables and weights to `terms`.
 
     The gradients of k and v have the shape and type that `allocate_key_gradients` states. The last chunk is processed
-    first. It has the most columns, so the other chunks reuse its memory. It overwrites the sums in `terms`, to which
-    the others add.
+    first. It has the most columns, so the other chunks reuse its memory.
 
     Args:
         dout: gradient of the output. Its last dimension is contiguous; with a residue it has the output's strides. The
@@ -114,39 +130,44 @@ def backward(
     dmap = None if head_map is None else torch.zeros_like(head_map)
     contiguous_dout = dout if head_map is None else dout.contiguous()
 
-    def differentiate_chunk(chunk: Chunk, *, is_first: bool) -> None:
+    def differentiate_logits(chunk: Chunk, logits: Tensor, results: tuple[Tensor, Tensor]) -> None:
+        """Write P, or P' with a map after the softmax, and dL."""
+        if dmap is None:
+            softmax_backward(problem, chunk, logits, v, dout, (stats, means), results)
+        else:
+            own = problem, chunk, logits, v, contiguous_dout, (stats, means), results
+            dmap.add_(differentiate_mapped_softmax(*own))
+
+    def compute_maps(chunk: Chunk) -> ChunkMaps:
+        """Compute the maps that Triton's kernels read. A separate function, so that the logits are freed before dS."""
+        scores = compute_scores(problem, chunk, scaled, k)
+        logits = compute_logits(problem, chunk, scaled, k, scores)
+        maps = ChunkMaps(scores, torch.empty_like(logits, dtype=problem.dtype), torch.empty_like(scores))
+        differentiate_logits(chunk, logits, (maps.probabilities, maps.dlogits))
+        return maps
+
+    def differentiate_chunk(chunk: Chunk) -> None:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
-        is_only = len(chunks) == 1
         kernels = mixer_chunks.choose_kernels(problem, chunk, k, families)
-        if kernels is not None:
+        if kernels is None:
+            maps = compute_maps(chunk)
+            probabilities, sums = maps.probabilities, [differentiate_weights(problem, chunk, maps, terms)]
+            dscores, of_tables = differentiate_processor(problem, product, chunk, maps, terms)
+            sums += of_tables
+        else:
             inputs = mixer_chunks.build_logit_inputs(problem, chunk, scaled, k)
             if dmap is None:
-                maps = mixer_chunks.differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, kernels[0])
+                own = inputs, chunk, v, dout, attended, means, kernels[0]
+                probabilities, dlogits = mixer_chunks.differentiate_softmax_of_chunk(*own)
             else:
-                maps = mixer_chunks.allocate_logit_gradients(chunk, v)
-                logits = compute_logits(problem, chunk, scaled, k)
-                of_rows = (stats, means)
-                dmap.add_(differentiate_mapped_softmax(problem, chunk, logits, v, contiguous_dout, of_rows, maps))
-                del logits
-            dscores = maps.probabilities
-            multiply_transposed(problem, chunk, maps.probabilities, dout, dv, is_only=is_only)
-            of_layer = problem, product, chunk, inputs, maps, terms
-            mixer_chunks.differentiate_mixer_of_layer(*of_layer, kernels[-2:], is_first=is_first)  # dS over P
-        else:
-            all_maps = compute_maps(problem, chunk, scaled, k)
-            dscores = all_maps.dscores
-            if dmap is None:
-                softmax_backward(problem, chunk, all_maps, v, dout, stats, means)
-            else:
-                results = all_maps.probabilities, all_maps.dlogits
-                own = (problem, chunk, all_maps.logits, v, contiguous_dout, (stats, means), results)
-                dmap.add_(differentiate_mapped_softmax(*own))
-            multiply_transposed(problem, chunk, all_maps.probabilities, dout, dv, is_only=is_only)
-            differentiate_weights(problem, chunk, all_maps, terms, is_first=is_first)
-            differentiate_processor(problem, product, chunk, all_maps, terms, is_first=is_first)  # dS over P
-        differentiate_scores(problem, chunk, dscores, (scaled, k), (dq, dk), scale, is_only=is_only)
+                probabilities, dlogits = mixer_chunks.allocate_logit_gradients(chunk, v)
+                differentiate_logits(chunk, compute_logits(problem, chunk, scaled, k), (probabilities, dlogits))
+            of_layer = problem, product, chunk, inputs, dlogits, terms
+            dscores, sums = mixer_chunks.differentiate_mixer_of_layer(*of_layer, kernels[-2:])
+        of_chunk = problem, chunk, (dscores, probabilities), (scaled, k, dout), (dq, dk, dv)
+        differentiate_qkv(*of_chunk, sums, scale, is_only=len(chunks) == 1)
 
-    for index, chunk in enumerate(chunks):
-        differentiate_chunk(chunk, is_first=index == 0)
+    for chunk in chunks:
+        differentiate_chunk(chunk)
     dsinks = None if problem.sinks is None else differentiate_sinks(problem.sinks, stats, means)
     return dq, dk, dv, dsinks, dmap

@@ -156,13 +156,13 @@ def build_gradient_constants(taps: int, *, is_residual: bool) -> dict[str, Any]:
 
 
 def compute_row_offsets(row_bias: Tensor, chunk_rows: int) -> Tensor:
-    """Return the row terms that the kernels omit from the logits, float32 [B, H, R].
+    """Return the row terms that the kernels omit from the logits, float32 [B, H, R], contiguous.
 
     They are relative to the first row of each chunk.
     """
     row_bias = row_bias.double()
     origins = row_bias[..., ::chunk_rows].repeat_interleave(chunk_rows, 2)[..., : row_bias.shape[2]]
-    return (row_bias - origins).float()
+    return (row_bias - origins).to(torch.float32, memory_format=torch.contiguous_format)
 
 
 class GateSums(NamedTuple):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.kernels.cdape_attention import logit_kernels, mixer
 from megatron.kernels.cdape_attention.args import CdapeArgs, check_shapes
+from megatron.kernels.cdape_attention.attention_kernel import ATTENTION_KERNELS
 from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem, Chunk, list_chunks
 from megatron.kernels.cdape_attention.configs import choose_chunk_rows
 from megatron.kernels.cdape_attention.gate_terms import (
@@ -39,18 +40,17 @@ from megatron.kernels.cdape_attention.head_products import (
     allocate_key_gradients,
     allocate_output,
     average_values,
-    differentiate_scores,
+    differentiate_qkv,
     differentiate_sinks,
-    multiply_transposed,
 )
 from megatron.kernels.cdape_attention.mixer_chunks import (
     BACKWARD_KERNELS,
     build_logit_inputs,
+    compute_attention_of_chunk,
     differentiate_mixer_of_chunk,
     differentiate_softmax_of_chunk,
 )
 from megatron.kernels.cdape_attention.mixer_operands import Fragments
-from megatron.kernels.cdape_attention.term_sums import add_sums
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
 from megatron.kernels.cuda.compile import launch_kernel
 from megatron.kernels.runtime import (
@@ -124,10 +124,14 @@ class GatedCall:
         return compute_row_offsets(self.bias.rows, self.chunk_rows)
 
     def choose_kernel(self, family: KernelFamily, like: Tensor) -> MixerKernel:
-        form = KernelForm(self.problem.shape.kernel_size, like.shape[3], like.dtype, self.is_local, is_gated=True)
-        kernel = choose_kernel(family, form, get_arch(like))
+        kernel = self.find_kernel(family, like)
         assert kernel is not None  # guaranteed by `describe_unsupported_device`
         return kernel
+
+    def find_kernel(self, family: KernelFamily, like: Tensor) -> MixerKernel | None:
+        """Return the kernel for this call and tensors like `like`, or None if the family has none for them."""
+        form = KernelForm(self.problem.shape.kernel_size, like.shape[3], like.dtype, self.is_local, is_gated=True)
+        return choose_kernel(family, form, get_arch(like))
 
     def build_inputs(self, chunk: Chunk, scaled: Tensor, k: Tensor, fragments: Fragments | None) -> mixer.ChunkInputs:
         gates = build_gate_operands(self.problem, self.bias, chunk, fragments)
@@ -169,7 +173,8 @@ def attend_with_gates(args: CdapeArgs, row_bias: Tensor, key_bias: Tensor, *, ch
             f"[{batch}, {heads}, at least {columns}]"
         )
     if chunk is None:
-        chunk = choose_chunk_rows(batch, heads, rows, columns, args.q.dtype, get_device_properties(args.q))
+        device = get_device_properties(args.q)
+        chunk = choose_chunk_rows(batch, heads, rows, columns, args.q.dtype, device, has_cuda_kernels=True)
     scale = dim**-0.5 if args.scale is None else args.scale
     # The kernels omit b2: raising the logits of all keys equals lowering the sink.
     sinks = None if args.sinks is None else args.sinks - args.b2.float()
@@ -269,13 +274,17 @@ def _forward(
     call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool
 ) -> tuple[AttentionOutput, Fragments]:
     attended, fragments = allocate_output(scaled, needs_residue=needs_gradients), None
-    kernel, offsets = call.choose_kernel(logit_kernels.LOGIT_KERNELS, k), call.find_sink_offsets()
+    kernel, offsets = call.find_kernel(ATTENTION_KERNELS, k), call.find_sink_offsets()
 
     def attend(chunk: Chunk, fragments: Fragments | None) -> Fragments:
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
         inputs = call.build_inputs(chunk, scaled, k, fragments)
-        logits = logit_kernels.compute_logits(inputs, kernel, launch_kernel)
-        average_values(call.problem, chunk, logits, v, attended, offsets)
+        if kernel is not None:
+            compute_attention_of_chunk(inputs, call.problem, chunk, v, attended, kernel, offsets)
+        else:
+            to_logits = call.choose_kernel(logit_kernels.LOGIT_KERNELS, k)
+            logits = logit_kernels.compute_logits(inputs, to_logits, launch_kernel)
+            average_values(call.problem, chunk, logits, v, attended, offsets)
         assert inputs.gates is not None
         return inputs.gates.fragments
 
@@ -303,10 +312,9 @@ def _backward(
     columns = problem.offset + rows
     chunks = list_chunks(problem, call.chunk_rows)[::-1]
     is_only = len(chunks) == 1
-    is_whole = is_only and chunks[0].left == 0
     dk, dv = allocate_key_gradients(chunks, k)
     dq, means = torch.empty_like(scaled), torch.empty_like(attended.stats[0])
-    allocate = means.new_empty if is_whole else means.new_zeros
+    allocate = means.new_empty if is_only and chunks[0].left == 0 else means.new_zeros
     sums = GateSums(
         means.new_empty(batch, rows, WIDTH + HEADS),
         allocate(batch, columns, WIDTH + HEADS),
@@ -319,15 +327,15 @@ def _backward(
         """Process a chunk. A separate function, so that its maps are freed before the next ones."""
         inputs = call.build_inputs(chunk, scaled, k, fragments)
         maps = differentiate_softmax_of_chunk(inputs, chunk, v, dout, attended, means, to_logits)
-        multiply_transposed(problem, chunk, maps.probabilities, dout, dv, is_only=is_only)
         of_rows = mixer.RowGradients(*(x[:, chunk.first : chunk.last] for x in (sums.rows, sums.edge)))
-        found = differentiate_mixer_of_chunk(inputs, maps, (to_scores, to_weights), of_rows=of_rows)
-        dscores = maps.probabilities  # dS is written over P
-        differentiate_scores(problem, chunk, dscores, (scaled, k), (dq, dk), call.scale, is_only=is_only)
+        kernels = to_scores, to_weights
+        dscores, found = differentiate_mixer_of_chunk(inputs, maps.dlogits, kernels, of_rows=of_rows)
         # The partial sums of a sequence's blocks, as rows that contain all columns.
         by_block = found.tables.view(batch, -1, (chunk.right - chunk.left) * (WIDTH + HEADS)).transpose(0, 1)
         of_columns = sums.columns[:, chunk.left : chunk.right].flatten(1)
-        add_sums([(of_columns, by_block), (sums.weights, found.weights)], is_first=is_whole)
+        pairs = [(of_columns, by_block), (sums.weights, found.weights)]
+        of_chunk = problem, chunk, (dscores, maps.probabilities), (scaled, k, dout), (dq, dk, dv), pairs
+        differentiate_qkv(*of_chunk, call.scale, is_only=is_only)
 
     for chunk in chunks:
         differentiate(chunk)

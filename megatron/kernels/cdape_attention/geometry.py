@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.kernels.cuda.compile import CudaKernel
+from megatron.kernels.cuda.compile import RESERVED_BYTES, CudaKernel
+from megatron.kernels.head_dim import MAX_HEAD_DIM
 from megatron.kernels.runtime import cdiv
 
 FOLDER = Path(__file__).with_name("cuda")
@@ -20,8 +21,6 @@ ELEMENTS = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
 """Names of the compute types in CUDA."""
 BLOCK_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """Maximum shared memory of a block, by compute capability (CUDA C++ Programming Guide)."""
-RESERVED_BYTES = 1024
-"""Shared memory that the system reserves for each block, in bytes."""
 MAX_WARPS = 8
 """Maximum number of warps with 255 registers on a multiprocessor."""
 
@@ -85,6 +84,9 @@ class SizeLimit(NamedTuple):
     heads: int
     width: int
 
+    def covers(self, kernel_size: int, heads: int, width: int) -> bool:
+        return kernel_size <= self.kernel_size and heads <= self.heads and width <= self.width
+
 
 BACKWARD_LIMITS = (SizeLimit(7, HEADS, WIDTH), SizeLimit(5, HEADS, 2 * WIDTH))
 """Limits of the kernels of the backward pass. The kernel for logits supports more."""
@@ -111,6 +113,13 @@ class KernelFamily(NamedTuple):
     count_bytes: Callable[[Tile, KernelForm], int]
     """Function that returns the shared memory of a block without the kept tensors, in bytes."""
     limits: tuple[SizeLimit, ...]
+    max_dim: int = MAX_HEAD_DIM
+    """Largest head dimension."""
+
+    def covers(self, form: KernelForm) -> bool:
+        """Return True if the sizes are within `max_dim` and one of `limits`."""
+        sizes = form.kernel_size, form.heads, form.width
+        return form.dim <= self.max_dim and any(limit.covers(*sizes) for limit in self.limits)
 
     def build(self, tile: Tile, form: KernelForm, arch: int) -> MixerKernel:
         """Describe the kernel with a geometry.
@@ -137,13 +146,13 @@ class KernelFamily(NamedTuple):
 
 @cache
 def choose_kernel(family: KernelFamily, form: KernelForm, arch: int) -> MixerKernel | None:
-    """Return the kernel for a GPU, or None if no geometry fits its shared memory.
+    """Return the kernel for a GPU, or None if the family does not cover the form or no geometry fits its shared memory.
 
     The choice maximizes, in this order: the warps on a multiprocessor, which hide latency; the rows, which share keys;
     the tensors kept in shared memory, which are read only once; and the blocks, one of which can compute while another
     waits at a barrier.
     """
-    if arch not in BLOCK_BYTES:
+    if arch not in BLOCK_BYTES or not family.covers(form):
         return None
     kernels = [family.build(tile, form, arch) for tile in family.tiles]
 

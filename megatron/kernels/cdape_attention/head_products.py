@@ -16,11 +16,12 @@ from torch import Tensor
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.configs import (
     build_attend_constants,
-    build_product_constants,
+    build_qkv_constants,
     choose_attend_tile,
     choose_product_tile,
 )
-from megatron.kernels.cdape_attention.products import _differentiate_scores_kernel, _multiply_transposed_kernel
+from megatron.kernels.cdape_attention.partial_sums import describe_sums
+from megatron.kernels.cdape_attention.products import _differentiate_qkv_kernel
 from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
 from megatron.kernels.runtime import cdiv, launch
 
@@ -130,63 +131,42 @@ def allocate_key_gradients(chunks: Sequence[Chunk], k: Tensor) -> tuple[Tensor, 
     return dk, dv
 
 
-def differentiate_scores(
+def differentiate_qkv(
     problem: CdapeProblem,
     chunk: Chunk,
-    dscores: Tensor,
-    inputs: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor],
+    maps: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
+    sums: Sequence[tuple[Tensor, Tensor]],
     scale: float,
     *,
     is_only: bool,
 ) -> None:
-    """Compute the chunk's gradients of queries and keys from those of its scores.
+    """Compute the chunk's gradients of queries, keys and values, and sum the partial results of its other kernels.
 
     Args:
-        dscores: dS, [B, H, R, C]; masked entries are not read.
-        inputs: scaled queries [B, H, all rows, d] and keys [B, H, all columns, d], contiguous.
-        gradients: gradients to write: of queries, [B, H, all rows, d], and of keys, [B·H, all columns, d].
+        maps: dS and P, [B, H, R, C]; masked entries are not read.
+        inputs: scaled queries [B, H, all rows, d] and keys [B, H, all columns, d], contiguous, and the output's
+            gradient, [B, H, all rows, d], whose last dimension is contiguous.
+        gradients: gradients to write: of queries, [B, H, all rows, d], and of keys and values, [B·H, all columns, d].
+        sums: totals and partial results, as for `partial_sums.describe_sums`.
         scale: factor of q·k.
-        is_only: True to overwrite the gradient of the chunk's keys, False to add to it.
+        is_only: True to overwrite the totals and the gradients of the chunk's keys and values, False to add to them.
     """
-    (scaled, k), (dq, dk) = inputs, gradients
+    (scaled, k, dout), (dq, dk, dv) = inputs, gradients
     batch, heads, rows, dim = scaled.shape
     tile = choose_product_tile(dim, problem.dtype)
     blocks = max(cdiv(chunk.rows, tile.block_m), cdiv(chunk.right - chunk.left, tile.block_n))
     if chunk.left:
-        dk = dk[:, chunk.left :]
+        dk, dv = dk[:, chunk.left :], dv[:, chunk.left :]
     launch(
-        _differentiate_scores_kernel,
-        (blocks, batch * heads, 2),
+        _differentiate_qkv_kernel,
+        (2 * blocks, batch * heads, 2),
         (
-            *(dscores, chunk.slice_rows(scaled), chunk.slice_columns(k), chunk.slice_rows(dq), dk),
-            *(chunk.document_starts, heads, *chunk.extent, problem.window, rows, k.shape[2], scale),
+            *(*maps, chunk.slice_rows(scaled), chunk.slice_columns(k), chunk.slice_rows(dout)),
+            *(chunk.slice_rows(dq), dk, dv, chunk.document_starts, describe_sums(sums), heads, *chunk.extent),
+            *(problem.window, rows, k.shape[2], scale, *get_head_strides(dout)),
         ),
-        build_product_constants(dim, tile, add=not is_only),
-        tile.options,
-    )
-
-
-def multiply_transposed(
-    problem: CdapeProblem, chunk: Chunk, factor: Tensor, x: Tensor, total: Tensor, *, is_only: bool
-) -> None:
-    """Add factorᵀ · (the chunk's rows of x) to the chunk's columns of `total`, or overwrite them if `is_only`.
-
-    Args:
-        factor: map [B, H, R, C]; masked entries are not read.
-        x: [B, H, rows, d]; the last dimension is contiguous.
-        total: [B·H, columns, d].
-    """
-    batch, heads, _, dim = x.shape
-    tile = choose_product_tile(dim, problem.dtype)
-    launch(
-        _multiply_transposed_kernel,
-        (cdiv(chunk.right - chunk.left, tile.block_n), batch * heads, 1),
-        (
-            *(factor, chunk.slice_rows(x), total[:, chunk.left :] if chunk.left else total),
-            *(chunk.document_starts, heads, *chunk.extent),
-            *(problem.window, total.shape[1], *get_head_strides(x)),
-        ),
-        build_product_constants(dim, tile, add=not is_only),
+        build_qkv_constants(dim, tile, add=not is_only),
         tile.options,
     )

@@ -39,12 +39,12 @@ from megatron.kernels.cdape_attention.mixer_operands import (
 )
 from megatron.kernels.cdape_attention.weights import WeightShape
 from megatron.kernels.cuda.compile import CudaKernel, load_nvrtc
+from megatron.kernels.head_dim import MAX_HEAD_DIM
 from megatron.kernels.jit_build import CompileError
-from megatron.kernels.runtime import DeviceProperties, cdiv
+from megatron.kernels.runtime import cdiv
 
 VARIABLE = "FARFIELD_CUDA_MIXER"
 """Environment variable. If it is 0, Triton's kernels are used instead of all CUDA kernels."""
-MAX_HEAD_DIM = 128
 TILES = (Tile(32, 32), Tile(16, 64), Tile(16, 32))
 
 
@@ -53,8 +53,9 @@ def _count_weights_bytes(tile: Tile, form: KernelForm) -> int:
 
 
 def _count_scores_bytes(tile: Tile, form: KernelForm) -> int:
-    sums = count_run_bytes(tile, form, by_rows=False) + count_diagonal_bytes(tile, form)
-    return 2 * count_pair_window_bytes(tile) + sums
+    results = count_run_bytes(tile, form, by_rows=False), count_diagonal_bytes(tile, form)
+    shares_memory = form.kernel_size <= 3 and form.width <= WIDTH
+    return 2 * count_pair_window_bytes(tile) + (max(results) if shares_memory else sum(results))
 
 
 SCORE_GRADIENT_KERNELS = KernelFamily(
@@ -170,15 +171,6 @@ def has_compiler() -> bool:
     return True
 
 
-def has_block_per_multiprocessor(rows: int, batch: int, device: DeviceProperties) -> bool:
-    """Return True if a chunk has at least one block for each multiprocessor.
-
-    With fewer blocks, Triton's smaller programs are faster. On an H200, a micro-batch of 512 tokens of the 350M model,
-    which has 16 blocks, took 20 ms with these kernels and 12 ms of GPU time with Triton's (docs/log.md).
-    """
-    return cdiv(rows, BLOCK_ROWS) * batch >= device.multi_processor_count
-
-
 def is_supported(
     shape: WeightShape,
     dtype: torch.dtype,
@@ -200,10 +192,7 @@ def is_supported(
         dtype in ELEMENTS
         and dim % 16 == 0
         and dim <= MAX_HEAD_DIM
-        and any(
-            shape.kernel_size <= limit.kernel_size and shape.heads <= limit.heads and shape.width <= limit.width
-            for limit in limits
-        )
+        and any(limit.covers(shape.kernel_size, shape.heads, shape.width) for limit in limits)
         and (shape.heads > HEADS // 2 or WIDTH // 2 < shape.width <= WIDTH)
         and columns % 8 == 0
     )

@@ -9,9 +9,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron.kernels.cdape_attention import logit_kernels, mixer
+from megatron.kernels.cdape_attention import attention_kernel, logit_kernels, mixer
 from megatron.kernels.cdape_attention.bias_product import BiasProduct
 from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
+from megatron.kernels.cdape_attention.configs import has_enough_blocks
 from megatron.kernels.cdape_attention.gate_terms import GateOperands
 from megatron.kernels.cdape_attention.geometry import (
     HEADS,
@@ -22,12 +23,11 @@ from megatron.kernels.cdape_attention.geometry import (
     pad_sizes,
 )
 from megatron.kernels.cdape_attention.head_products import AttentionOutput
-from megatron.kernels.cdape_attention.term_sums import TermSums, add_sums, pair_edges
+from megatron.kernels.cdape_attention.term_sums import TermSums, pair_edges
 from megatron.kernels.cdape_attention.weights import WeightShape
 from megatron.kernels.cuda.compile import launch_kernel
 from megatron.kernels.runtime import get_arch, get_device_properties
 
-FORWARD_KERNELS = (logit_kernels.LOGIT_KERNELS,)
 BACKWARD_KERNELS = (logit_kernels.LOGIT_GRADIENT_KERNELS, mixer.SCORE_GRADIENT_KERNELS, mixer.WEIGHT_GRADIENT_KERNELS)
 
 
@@ -43,7 +43,7 @@ def choose_kernels(
     if not (problem.uses_mixer and k.is_cuda):
         return None
     batch, _, _, dim = k.shape
-    if not mixer.has_block_per_multiprocessor(chunk.rows, batch, get_device_properties(k)):
+    if not has_enough_blocks(chunk.rows, batch, get_device_properties(k)):
         return None
     is_local = chunk.document_starts is not None or chunk.right > problem.window
     own = problem.shape, problem.dtype, dim, chunk.right - chunk.left, is_local
@@ -70,9 +70,43 @@ def _choose_for_shape(
     return found if len(found) == len(kernels) else None
 
 
+def choose_attention_kernel(problem: CdapeProblem, chunk: Chunk, k: Tensor) -> MixerKernel | None:
+    """Return the kernel that computes a chunk's output without storing its logits, or None if there is none."""
+    if problem.head_map is not None:
+        return None
+    kernels = choose_kernels(problem, chunk, k, (attention_kernel.ATTENTION_KERNELS,))
+    return None if kernels is None else kernels[0]
+
+
+def compute_attention_of_chunk(
+    inputs: mixer.ChunkInputs,
+    problem: CdapeProblem,
+    chunk: Chunk,
+    v: Tensor,
+    attended: AttentionOutput,
+    kernel: MixerKernel,
+    offsets: Tensor | None = None,
+) -> None:
+    """Write a chunk's output and softmax statistics from the inputs of its logits.
+
+    Args:
+        kernel: a kernel of `attention_kernel.ATTENTION_KERNELS`.
+        offsets: row terms that the logits omit, float32 [B, H, all rows], or None without sinks.
+    """
+    output, stats, residue = attended
+    of_chunk = AttentionOutput(
+        chunk.slice_rows(output),
+        chunk.slice_row_sums(stats),
+        None if residue is None else chunk.slice_rows(residue),
+    )
+    offsets = None if offsets is None else chunk.slice_row_sums(offsets)
+    values = chunk.slice_columns(v)
+    attention_kernel.compute_attention(inputs, values, problem.sinks, offsets, of_chunk, kernel, launch_kernel)
+
+
 def compute_logits(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor | None:
     """Return the logits of a chunk, float32 [B, H, R, C], undefined if masked; None if no kernel supports the chunk."""
-    kernels = choose_kernels(problem, chunk, k, FORWARD_KERNELS)
+    kernels = choose_kernels(problem, chunk, k, (logit_kernels.LOGIT_KERNELS,))
     if kernels is None:
         return None
     return logit_kernels.compute_logits(build_logit_inputs(problem, chunk, scaled, k), kernels[0], launch_kernel)
@@ -106,7 +140,7 @@ def find_spans(problem: CdapeProblem, chunk: Chunk) -> mixer.ColumnSpans | None:
 
 
 def allocate_logit_gradients(chunk: Chunk, v: Tensor) -> logit_kernels.LogitGradients:
-    """Allocate the maps of a chunk that the kernels for dS and the weights read, for values [B, H, columns, d]."""
+    """Allocate P and dL of a chunk, for values [B, H, columns, d]."""
     batch, heads, _, _ = v.shape
     columns = chunk.right - chunk.left
     return logit_kernels.LogitGradients(
@@ -136,17 +170,20 @@ def differentiate_softmax_of_chunk(
 
 def differentiate_mixer_of_chunk(
     inputs: mixer.ChunkInputs,
-    maps: logit_kernels.LogitGradients,
+    dlogits: Tensor,
     kernels: Sequence[MixerKernel],
     shared: mixer.SharedTables | None = None,
     of_rows: mixer.RowGradients | None = None,
-) -> mixer.MixerGradients:
-    """Overwrite P with dS in visible columns, and return the chunk's gradients of tables and weights.
+) -> tuple[Tensor, mixer.MixerGradients]:
+    """Return dS of a chunk, [B, H, R, C], undefined if masked, and the chunk's gradients of tables and weights.
 
     Args:
-        kernels, shared, of_rows: as for `mixer.differentiate_mixer`.
+        dlogits, kernels, shared, of_rows: as for `mixer.differentiate_mixer`.
     """
-    return mixer.differentiate_mixer(inputs, maps.dlogits, maps.probabilities, kernels, launch_kernel, shared, of_rows)
+    batch, rows, _, columns, _ = dlogits.shape
+    sizes = batch, inputs.queries.shape[1], rows, columns
+    dscores = torch.empty(*sizes, dtype=dlogits.dtype, device=dlogits.device)
+    return dscores, mixer.differentiate_mixer(inputs, dlogits, dscores, kernels, launch_kernel, shared, of_rows)
 
 
 def differentiate_mixer_of_layer(
@@ -154,21 +191,15 @@ def differentiate_mixer_of_layer(
     product: BiasProduct,
     chunk: Chunk,
     inputs: mixer.ChunkInputs,
-    maps: logit_kernels.LogitGradients,
+    dlogits: Tensor,
     sums: TermSums,
     kernels: Sequence[MixerKernel],
-    *,
-    is_first: bool,
-) -> None:
-    """Overwrite P with dS in visible columns, and add the chunk's gradients of tables and weights to `sums`.
-
-    Args:
-        is_first: True to overwrite `sums` instead.
-    """
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Return dS of a chunk, [B, H, R, C], undefined if masked, and its partial results with their totals in `sums`."""
     assert sums.mixer is not None
     # Chunks of a call write different entries, and so may calls with documents.
     is_alike = chunk.rows == problem.rows and chunk.document_starts is None
     shared = sums.mixer.shared if is_alike else None
-    tables, edge, weights = differentiate_mixer_of_chunk(inputs, maps, kernels, shared)
+    dscores, (tables, edge, weights) = differentiate_mixer_of_chunk(inputs, dlogits, kernels, shared)
     pairs = [(sums.mixer.tables, tables), (sums.mixer.weights, weights)]
-    add_sums([*pairs, *pair_edges(product, chunk, edge, sums)], is_first=is_first)
+    return dscores, [*pairs, *pair_edges(product, chunk, edge, sums)]

@@ -73,7 +73,9 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
     batch, heads, rows, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
     if chunk is None:
-        chunk = choose_chunk_rows(batch, heads, rows, offset + rows, q.dtype, get_device_properties(q))
+        sizes = batch, heads, rows, offset + rows
+        device, has_cuda_kernels = get_device_properties(q), _has_cuda_kernels(args)
+        chunk = choose_chunk_rows(*sizes, q.dtype, device, has_cuda_kernels=has_cuda_kernels)
     if terms is not None:
         if document_starts is not None:
             raise ValueError("precomputed terms cannot be combined with document_starts")
@@ -89,6 +91,14 @@ def cdape_attention(args: CdapeArgs, *, chunk: int | None = None, terms: LayerTe
     options = (offset, window, document_starts, residual_bias, args.is_linear, scale, min(chunk, rows))
     output: Tensor = apply(*tensors, *options, _needs_gradients(*tensors))
     return output
+
+
+def _has_cuda_kernels(args: CdapeArgs) -> bool:
+    """Return True if the CUDA kernels of both passes support the shapes of a call on some GPU."""
+    heads, rows, dim = args.q.shape[1:]
+    width, _, _, kernel_size = args.w1.shape
+    shape = get_weight_shape(heads, width, kernel_size, args.bias is not None, args.is_linear)
+    return mixer.is_enabled() and mixer.is_supported(shape, args.q.dtype, dim, args.offset + rows)
 
 
 def _needs_gradients(*tensors: Tensor | None) -> bool:

@@ -8,6 +8,7 @@ tiles, and treat masked elements of other tiles as zero, so that no kernel has t
 import triton
 import triton.language as tl
 
+from megatron.kernels.cdape_attention.partial_sums import add_partial_sums
 from megatron.kernels.cdape_attention.scores import column_ranges, load_visible
 from megatron.kernels.head_dim import load_rows, store_rows
 
@@ -186,46 +187,6 @@ def _multiply_columns(
 
 
 @triton.jit(do_not_specialize=["H", "R", "C", "first_row", "first_column", "window", "C_total"])
-def _multiply_transposed_kernel(
-    map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
-    x_ptr,  # [B, H, R, d] compute type, the chunk's rows; the last dimension is contiguous
-    out_ptr,  # [B, H, C_total, d], at the maps' column 0: written or added to
-    document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
-    H,
-    R,
-    C,
-    first_row,
-    first_column,
-    window,
-    C_total,
-    stride_batch,
-    stride_head,
-    stride_row,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DA: tl.constexpr,
-    BLOCK_DB: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ADD: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr,
-):
-    """Compute out = mapᵀ · x, or add it to `out`, for BLOCK_N columns of a head.
-
-    Grid: columns, heads of the whole batch.
-    """
-    start, pair = tl.program_id(0) * BLOCK_N, tl.program_id(1).to(tl.int64)
-    x_ptr += pair // H * stride_batch + pair % H * stride_head
-    if document_starts_ptr is not None:
-        document_starts_ptr += pair // H * R
-    extent = (R, C, first_row, first_column, window, document_starts_ptr)
-    pointers = (map_ptr + pair * R * C, x_ptr, out_ptr + pair * C_total * HEAD_DIM)
-    # fmt: off
-    _multiply_columns(start, pointers, stride_row, extent,
-                      HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, ADD, INPUT_PRECISION)
-    # fmt: on
-
-
-@triton.jit(do_not_specialize=["H", "R", "C", "first_row", "first_column", "window", "C_total"])
 def _multiply_kernel(
     map_ptr,  # [B, H, R, C] compute type, read where a row sees the column
     x_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
@@ -261,13 +222,17 @@ def _multiply_kernel(
 
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
-def _differentiate_scores_kernel(
-    map_ptr,  # dS, [B, H, R, C] compute type, read where a row sees the column
+def _differentiate_qkv_kernel(
+    dscores_ptr,  # dS, [B, H, R, C] compute type, read where a row sees the column
+    probabilities_ptr,  # P, like dS
     q_ptr,  # scaled queries [B, H, R_total, d] compute type, at the chunk's first row
     k_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
+    dout_ptr,  # [B, H, R, d] compute type, the chunk's rows; the last dimension is contiguous
     dq_ptr,  # like q: written
     dk_ptr,  # like k, compute type or float32: written, or added to
+    dv_ptr,  # like dk
     document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
+    partial_sums,  # sums of partial results, from `partial_sums.describe_sums`
     H,
     R,
     C,
@@ -277,6 +242,9 @@ def _differentiate_scores_kernel(
     R_total,
     C_total,
     scale,
+    stride_batch,
+    stride_head,
+    stride_row,
     HEAD_DIM: tl.constexpr,
     BLOCK_DA: tl.constexpr,
     BLOCK_DB: tl.constexpr,
@@ -284,25 +252,42 @@ def _differentiate_scores_kernel(
     BLOCK_N: tl.constexpr,
     ADD: tl.constexpr,
     INPUT_PRECISION: tl.constexpr,
+    SUMS_M: tl.constexpr,
+    SUMS_N: tl.constexpr,
 ):
-    """Compute dq = scale · dS · k for BLOCK_M rows of a head, and dk = dSᵀ · q for BLOCK_N columns.
+    """Compute a chunk's dq = scale · dS · k, dk = dSᵀ · q and dv = Pᵀ · dO, and sum partial results.
 
-    Grid: blocks of rows or columns; heads of the whole batch; dq and dk. The last rows and the first columns have the
-    most entries, so the longest programs of both start first.
+    Grid: twice the blocks of rows or columns; heads of the whole batch; 2. The first half of a head's programs computes
+    dq and the second dk, so that dS is read from memory once and then from the L2 cache. Programs of dv and of the sums
+    follow, in two halves again, while the last programs of dq still run. The last rows and the first columns have the
+    most entries, so the longest programs of each product start first.
     """
-    index, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    blocks = tl.num_programs(0) // 2
+    index, pair = tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
+    result = tl.program_id(0) // blocks + 2 * tl.program_id(2)
     if document_starts_ptr is not None:
         document_starts_ptr += pair // H * R
     extent = (R, C, first_row, first_column, window, document_starts_ptr)
+    of_columns = pair * C_total * HEAD_DIM
     # fmt: off
-    if tl.program_id(2) == 0:
+    if result == 0:
         start = (tl.cdiv(R, BLOCK_M) - 1 - index) * BLOCK_M
         if start >= 0:
-            pointers = (map_ptr, k_ptr, dq_ptr + pair * R_total * HEAD_DIM)
+            pointers = (dscores_ptr, k_ptr, dq_ptr + pair * R_total * HEAD_DIM)
             _multiply_rows(start, pair, pointers, extent, (C_total, HEAD_DIM), scale,
                            HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, INPUT_PRECISION)
-    elif index * BLOCK_N < C:
-        pointers = (map_ptr + pair * R * C, q_ptr + pair * R_total * HEAD_DIM, dk_ptr + pair * C_total * HEAD_DIM)
-        _multiply_columns(index * BLOCK_N, pointers, HEAD_DIM, extent,
-                          HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, ADD, INPUT_PRECISION)
+    elif result == 1:
+        if index * BLOCK_N < C:
+            pointers = (dscores_ptr + pair * R * C, q_ptr + pair * R_total * HEAD_DIM, dk_ptr + of_columns)
+            _multiply_columns(index * BLOCK_N, pointers, HEAD_DIM, extent,
+                              HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, ADD, INPUT_PRECISION)
+    elif result == 2:
+        if index * BLOCK_N < C:
+            dout_ptr += pair // H * stride_batch + pair % H * stride_head
+            pointers = (probabilities_ptr + pair * R * C, dout_ptr, dv_ptr + of_columns)
+            _multiply_columns(index * BLOCK_N, pointers, stride_row, extent,
+                              HEAD_DIM, BLOCK_DA, BLOCK_DB, BLOCK_M, BLOCK_N, ADD, INPUT_PRECISION)
+    else:
+        add_partial_sums(partial_sums, tl.program_id(1) * blocks + index, tl.num_programs(1) * blocks,
+                         ADD, SUMS_M, SUMS_N)
     # fmt: on

@@ -1,19 +1,14 @@
 """Gradients of the tables and weights of all layers, to which the kernels of each layer's chunks add.
 
-The backward kernels leave these gradients by program. `add_sums` sums several kinds of partial results in one launch.
-PyTorch would sum each kind with a launch of its own, which costs the host as much as a kernel that computes for a
-hundred times as long.
+The backward kernels leave these gradients by program. The last launch of a chunk sums them (`partial_sums.py`).
 
 L layers, H heads, N distances, D processor width, k kernel size, p = k//2.
 """
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.bias_product import BiasProduct
@@ -21,10 +16,6 @@ from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.geometry import HEADS
 from megatron.kernels.cdape_attention.mixer import SharedTables
 from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
-from megatron.kernels.runtime import Tile, cdiv, launch
-
-TILE = Tile(32, 64, 4, 1)
-"""Partial results and entries that a program loads at a time."""
 
 
 class MixerSums(NamedTuple):
@@ -96,7 +87,7 @@ def unpack_mixer_sums(sums: TermSums, product: BiasProduct) -> None:
 
 
 def pair_edges(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums: TermSums) -> Sequence[tuple[Tensor, Tensor]]:
-    """Return totals and gradients of E for `add_sums`, or add those of documents here.
+    """Return totals and partial results of the gradient of E, or add those of documents here.
 
     Args:
         dedge: [B, rows, p, D or more].
@@ -105,65 +96,3 @@ def pair_edges(product: BiasProduct, chunk: Chunk, dedge: Tensor, sums: TermSums
         return product.pair_edge_gradients(sums.bias_product, dedge, chunk.first)
     product.add_edge_gradient(sums.bias_product, dedge, chunk.position, chunk.document_starts)
     return ()
-
-
-@cache
-def build_sums_constants(tile: Tile, *, add: bool) -> dict[str, Any]:
-    """Return the constants of the kernel; `add`: to the sums of other chunks."""
-    return {"ADD": add, **tile.blocks}
-
-
-@triton.jit
-def _sum_entries(output, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Sum BLOCK_N entries of one output over all partial results."""
-    total_ptr, partial_ptr, count, rows, columns, partial_stride, row_stride, total_stride = output
-    entry = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row, column = (entry // columns).to(tl.int64), entry % columns
-    inside = row < rows
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(0, count, BLOCK_M):
-        part = first + tl.arange(0, BLOCK_M)[:, None]
-        pointers = partial_ptr + part.to(tl.int64) * partial_stride + (row * row_stride + column)[None]
-        sums += tl.load(pointers, (part < count) & inside[None], 0.0)
-    result = tl.sum(sums, 0)
-    pointers = total_ptr + row * total_stride + column
-    if ADD:
-        result += tl.load(pointers, inside)
-    tl.store(pointers, result, inside)
-
-
-@triton.jit
-def _partial_sums_kernel(
-    outputs,  # for each: total, partial results, number of these, rows, columns, strides of both rows
-    ADD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Sum partial results in a fixed order. Grid: blocks of the largest output's entries; outputs."""
-    for i in tl.static_range(len(outputs)):
-        if tl.program_id(1) == i:
-            _sum_entries(outputs[i], ADD, BLOCK_M, BLOCK_N)
-
-
-def add_sums(pairs: Sequence[tuple[Tensor, Tensor]], *, is_first: bool) -> None:
-    """Add the sum of partial results [P, n, m] to each total [n, m], float32, in one launch.
-
-    Args:
-        pairs: totals and partial results, whose last dimensions are contiguous. Rows and columns that only one of both
-            has are left out.
-        is_first: True to overwrite the totals.
-    """
-    outputs: list[tuple[Any, ...]] = []
-    for total, partial in pairs:
-        count, rows, columns = partial.shape
-        all_rows, all_columns = total.shape
-        sizes = count, min(rows, all_rows), min(columns, all_columns)
-        outputs.append((total, partial, *sizes, *partial.stride()[:2], total.stride(0)))
-    blocks = max(cdiv(output[3] * output[4], TILE.block_n) for output in outputs)
-    launch(
-        _partial_sums_kernel,
-        (blocks, len(outputs), 1),
-        (tuple(outputs),),
-        build_sums_constants(TILE, add=not is_first),
-        TILE.options,
-    )

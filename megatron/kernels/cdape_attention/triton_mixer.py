@@ -3,47 +3,40 @@
 B batch, H heads, R query rows of a chunk, C columns of its maps, D processor width, k kernel size, p = k//2.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.backward import _processor_bwd_dw_kernel, _processor_bwd_kernel
 from megatron.kernels.cdape_attention.bias_product import BiasProduct
-from megatron.kernels.cdape_attention.chunks import ALIGNED, CdapeProblem, Chunk
+from megatron.kernels.cdape_attention.chunks import CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.configs import build_heads_constants, choose_heads_tile, choose_splits
 from megatron.kernels.cdape_attention.forward import _processor_fwd_kernel
 from megatron.kernels.cdape_attention.head_products import get_head_strides, launch_softmax
 from megatron.kernels.cdape_attention.scores import _scores_kernel, count_padded_channels
 from megatron.kernels.cdape_attention.softmax import _attend_bwd_kernel, _attend_sums_kernel
-from megatron.kernels.cdape_attention.term_sums import TermSums, add_sums, pair_edges
+from megatron.kernels.cdape_attention.term_sums import TermSums, pair_edges
 from megatron.kernels.runtime import Tile, cdiv, launch
 
+ALIGNED = 16
+"""If a map's columns are a multiple of this, kernels read four logits and store eight heads at a time."""
 
-@dataclass(frozen=True)
-class ChunkMaps:
-    """Maps of one chunk.
+
+class ChunkMaps(NamedTuple):
+    """Maps of one chunk that the kernels for dS, the weights and the products read.
 
     Maps for the processor have their heads last, [B, R, C, channels] (`scores.py`). Maps for matrix products and the
-    softmax have them first, [B, H, R, C]. The forward pass uses scores and logits. The backward pass fills, in this
-    order: `scores`; `logits`; with one kernel `probabilities` and `dlogits`; then `dscores`, over the probabilities.
-    Kernels discard all entries in masked columns.
+    softmax have them first, [B, H, R, C]: P, the logits, which are freed before dS is allocated, and dS. Kernels
+    discard all entries in masked columns.
     """
 
     scores: Tensor
     """S = scale · q·k, compute type, heads last."""
-    logits: Tensor
-    """L, float32; undefined if masked."""
     probabilities: Tensor
     """P, compute type; undefined if masked."""
     dlogits: Tensor
     """dL, compute type, heads last; undefined if masked."""
-
-    @property
-    def dscores(self) -> Tensor:
-        """dS, in the memory of `probabilities`."""
-        return self.probabilities
 
 
 def compute_scores(problem: CdapeProblem, chunk: Chunk, scaled: Tensor, k: Tensor) -> Tensor:
@@ -87,12 +80,27 @@ def process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tenso
 
 
 def softmax_backward(
-    problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, v: Tensor, dout: Tensor, stats: Tensor, sums: Tensor
+    problem: CdapeProblem,
+    chunk: Chunk,
+    logits: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    of_rows: tuple[Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
 ) -> None:
-    """Compute P and dL, and write the chunk's Σ P ∘ dP to `sums` [B, H, R]."""
+    """Compute P and dL of a chunk.
+
+    Args:
+        problem, chunk: the call and its chunk.
+        logits: float32 [B, H, R, C].
+        v: [B, H, all columns, d], contiguous.
+        dout: gradient of the output, [B, H, all rows, d]; the last dimension is contiguous.
+        of_rows: statistics of the softmax [2, B, H, all rows], and where each row's Σ P ∘ dP is written, [B, H, all
+            rows].
+        results: where P and dL are written, as in `ChunkMaps`.
+    """
     batch, heads, columns, dim = v.shape
-    of_rows = chunk.slice_row_sums(stats), chunk.slice_row_sums(sums)
-    inputs = (maps.logits, chunk.slice_columns(v), chunk.slice_rows(dout), *of_rows)
+    inputs = (logits, chunk.slice_columns(v), chunk.slice_rows(dout), *map(chunk.slice_row_sums, of_rows))
     launch_softmax(_attend_sums_kernel, "attend_sums", problem, chunk, v, inputs)
     aligned = (chunk.right - chunk.left) % ALIGNED == 0
     tile = choose_heads_tile(chunk.rows, problem.dtype)
@@ -100,7 +108,7 @@ def softmax_backward(
         _attend_bwd_kernel,
         compute_head_tile_grid(chunk, tile, batch),
         (
-            *(*inputs, maps.probabilities, maps.dlogits, chunk.document_starts),
+            *(*inputs, *results, chunk.document_starts),
             *(*chunk.extent, problem.window, problem.rows, columns, *get_head_strides(dout)),
         ),
         build_heads_constants(heads, dim, tile, problem.dtype, aligned),
@@ -114,14 +122,8 @@ def differentiate_processor(
     chunk: Chunk,
     maps: ChunkMaps,
     sums: TermSums,
-    *,
-    is_first: bool,
-) -> None:
-    """Overwrite P with dS in visible columns, and add the chunk's gradients of the tables to `sums`.
-
-    Args:
-        is_first: True to overwrite `sums` instead.
-    """
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Return dS of a chunk, [B, H, R, C], undefined if masked, and the partial results of tables with their totals."""
     padding, batch, has_bias = problem.padding, maps.scores.shape[0], problem.has_bias
     tile = problem.tile("mix_bwd", chunk.rows)
     kept_distances = tile.block_n - 2 * padding
@@ -133,8 +135,9 @@ def differentiate_processor(
     dbias_contributions = torch.empty(batch * parts, blocks * kept_distances + padding, width, **float32)
     dbias = torch.empty(batch * parts, blocks * kept_distances if has_bias else 0, problem.heads, **float32)
     dedge = torch.zeros(batch, chunk.rows, padding, width, **float32)
+    dscores = torch.empty_like(maps.probabilities)
     inputs = (maps.scores, maps.dlogits, problem.bias_contributions, problem.weights.w1, problem.weights.w2)
-    outputs = (maps.dscores, dbias_contributions, dbias, dedge)
+    outputs = (dscores, dbias_contributions, dbias, dedge)
     launch(
         _processor_bwd_kernel,
         (batch, parts, blocks),  # small distances have the most rows: longest programs first
@@ -145,13 +148,13 @@ def differentiate_processor(
     pairs = [(sums.bias_product[: padding + product.count], dbias_contributions)]
     if has_bias:
         pairs.append((sums.bias_table, dbias))
-    add_sums([*pairs, *pair_edges(product, chunk, dedge, sums)], is_first=is_first)
+    return dscores, [*pairs, *pair_edges(product, chunk, dedge, sums)]
 
 
 def differentiate_weights(
-    problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, sums: TermSums, *, is_first: bool
-) -> None:
-    """Add the chunk's gradients of the weights to `sums`, or overwrite it if `is_first`."""
+    problem: CdapeProblem, chunk: Chunk, maps: ChunkMaps, sums: TermSums
+) -> tuple[Tensor, Tensor]:
+    """Return the totals of the weights' gradients in `sums`, and the chunk's partial results."""
     padding, batch = problem.padding, maps.scores.shape[0]
     tile = problem.tile("mix_bwd_dw", chunk.rows)
     reach = min(chunk.right, problem.window + padding) + padding  # from −p on
@@ -168,4 +171,4 @@ def differentiate_weights(
         problem.constants("mix_bwd_dw", tile),
         tile.options,
     )
-    add_sums([(patches.view(1, -1), partial)], is_first=is_first)
+    return patches.view(1, -1), partial

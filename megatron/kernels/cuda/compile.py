@@ -16,12 +16,16 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.kernels.jit_build import CompileError, iter_cache_folders, open_cache_folder, store_file
-from megatron.kernels.runtime import get_current_device
+from megatron.kernels.runtime import cdiv, get_current_device
 
 LANGUAGE = Path(__file__).parent
 FLAGS = ("--std=c++17",)
-MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 8, 9
+NUM_REGS, MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_SHARED_MEMORY_CARVEOUT = 4, 8, 9
 """Values of the function attributes of these names in cuda.h."""
+RESERVED_BYTES = 1024
+"""Shared memory that the system reserves for each block, in bytes."""
+REGISTERS = 65536
+"""Registers of a multiprocessor, on all GPUs of compute capability 8.0 to 9.0."""
 
 _Parameters = ctypes.c_void_p * 1
 
@@ -161,6 +165,21 @@ def launch_kernel(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.S
         _check(result, kernel)
 
 
+def choose_carveout(kernel: CudaKernel, registers: int, shared_bytes: int) -> int:
+    """Return the shared memory that the blocks on a multiprocessor need, in percent of the maximum.
+
+    The driver rounds it up to a size that the GPU supports, and the L1 cache gets the rest of the memory.
+
+    Args:
+        registers: registers of a thread.
+        shared_bytes: maximum shared memory of a multiprocessor.
+    """
+    block_bytes = kernel.shared_bytes + RESERVED_BYTES
+    # A warp gets registers in units of 256.
+    blocks = min(shared_bytes // block_bytes, REGISTERS // (cdiv(registers, 8) * 8 * kernel.num_threads))
+    return min(100, cdiv(100 * blocks * block_bytes, shared_bytes))
+
+
 @cache
 def _load(kernel: CudaKernel, device: int) -> _Function:
     major, minor = torch.cuda.get_device_capability(device)
@@ -171,8 +190,11 @@ def _load(kernel: CudaKernel, device: int) -> _Function:
     _check(driver.cuModuleLoadData(ctypes.byref(module), code), kernel)
     _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), kernel)
     _check(driver.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes), kernel)
-    # Percent of the cache: as many blocks share a multiprocessor as its memory holds.
-    _check(driver.cuFuncSetAttribute(function, PREFERRED_SHARED_MEMORY_CARVEOUT, 100), kernel)
+    registers = ctypes.c_int()
+    _check(driver.cuFuncGetAttribute(ctypes.byref(registers), NUM_REGS, function), kernel)
+    shared_bytes = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    carveout = choose_carveout(kernel, registers.value, shared_bytes)
+    _check(driver.cuFuncSetAttribute(function, PREFERRED_SHARED_MEMORY_CARVEOUT, carveout), kernel)
     driver.cuLaunchKernel.argtypes = (
         *(ctypes.c_void_p, *(ctypes.c_uint,) * 7),
         *(ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),

@@ -49,6 +49,12 @@ KERNEL_CODE f32 logarithm2(f32 a) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(a));
   return value;
 }
+// Returns a·b - c, rounded once.
+KERNEL_CODE f32 multiply_subtract(f32 a, f32 b, f32 c) { return __fmaf_rn(a, b, -c); }
+// Returns the value of the lane whose index differs in the bits of `mask`.
+KERNEL_CODE f32 exchange_lanes(f32 a, int mask) { return __shfl_xor_sync(~0u, a, mask); }
+// True if the condition holds for any lane; control flow may depend on it.
+KERNEL_CODE bool any_lane(pred p) { return __any_sync(~0u, p); }
 // Returns a · 2^bits, or 0 if `bits` is not in 0 … 31.
 KERNEL_CODE u32 shift_left(u32 a, i32 bits) {
   u32 word;

@@ -121,6 +121,21 @@ inline f32 logarithm2(const f32& a) {
   EACH_LANE r.v[lane] = std::log2(a.v[lane]);
   return r;
 }
+inline f32 multiply_subtract(const f32& a, const f32& b, const f32& c) {
+  f32 r;
+  EACH_LANE r.v[lane] = std::fma(a.v[lane], b.v[lane], -c.v[lane]);
+  return r;
+}
+inline f32 exchange_lanes(const f32& a, int mask) {
+  f32 r;
+  EACH_LANE r.v[lane] = a.v[lane ^ mask];
+  return r;
+}
+inline bool any_lane(const pred& p) {
+  bool any = false;
+  EACH_LANE any = any || p.v[lane];
+  return any;
+}
 inline u32 shift_left(const u32& a, const i32& bits) {
   u32 r;
   EACH_LANE r.v[lane] = bits.v[lane] >= 0 && bits.v[lane] < 32 ? a.v[lane] << bits.v[lane] : 0;

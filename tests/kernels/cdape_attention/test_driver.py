@@ -6,7 +6,7 @@ from cdape_calls import build_problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.cdape_attention.chunks import ALIGNED, NO_WINDOW_INT32, list_chunks
+from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, list_chunks
 from megatron.kernels.cdape_attention.configs import (
     MIN_ROWS,
     WORKSPACE_FRACTION,
@@ -15,7 +15,9 @@ from megatron.kernels.cdape_attention.configs import (
     choose_splits,
     compute_max_chunk_rows,
     count_map_bytes,
+    has_enough_blocks,
 )
+from megatron.kernels.cdape_attention.mixer_operands import MAX_TILE_COLUMNS
 from megatron.kernels.cdape_attention.scores import count_padded_channels
 from megatron.kernels.cdape_attention.triton_mixer import ChunkMaps
 from megatron.kernels.head_dim import pad_for_dot
@@ -55,12 +57,38 @@ def test_chunk_rows_depend_on_memory(batch: int, columns: int, properties: Devic
     assert choose_chunk_rows(batch, 12, columns, columns, torch.bfloat16, properties) == expected
 
 
+@pytest.mark.parametrize(
+    ("batch", "columns", "expected"), [(1, 8_192, 4_096), (2, 8_192, 2_048), (4, 8_192, 1_024), (1, 131_072, 512)]
+)
+def test_chunks_are_long_enough_for_the_cuda_kernels_if_memory_allows(batch: int, columns: int, expected: int) -> None:
+    h200 = DeviceProperties(141 << 30, 132)
+    rows = choose_chunk_rows(batch, 16, columns, columns, torch.bfloat16, h200, has_cuda_kernels=True)
+    assert rows == expected
+    assert has_enough_blocks(rows, batch, h200) == (columns == 8_192)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "expected"), [(1, 512, False), (31, 512, False), (32, 88, True), (32, 87, False)]
+)
+def test_blocks_need_whole_rows_and_two_thirds_of_the_multiprocessors(rows: int, batch: int, expected: bool) -> None:
+    assert has_enough_blocks(rows, batch, DeviceProperties(141 << 30, 132)) == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"), [(6_144, [3_072, 3_072]), (9_000, [3_008, 3_008, 2_984]), (5_120, [4_096, 1_024])]
+)
+def test_chunks_are_equal_if_each_then_has_enough_blocks(columns: int, expected: list[int]) -> None:
+    h200 = DeviceProperties(141 << 30, 132)
+    rows = choose_chunk_rows(1, 16, columns, columns, torch.bfloat16, h200, has_cuda_kernels=True)
+    assert [min(rows, columns - first) for first in range(0, columns, rows)] == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [4, 12, 17])
 def test_map_bytes_match_the_tensors(heads: int, dtype: torch.dtype) -> None:
     last, first = torch.empty(1, 5, 7, count_padded_channels(heads)), torch.empty(1, heads, 5, 7)
-    maps = ChunkMaps(last.to(dtype), first, first.to(dtype), last.to(dtype))
-    assert sum(x.nbytes for x in vars(maps).values()) == 5 * 7 * count_map_bytes(heads, dtype)
+    maps, logits = ChunkMaps(last.to(dtype), first.to(dtype), last.to(dtype)), first
+    assert sum(x.nbytes for x in (*maps, logits)) == 5 * 7 * count_map_bytes(heads, dtype)
 
 
 @given(
@@ -108,6 +136,6 @@ def test_chunks_hold_every_row_once_with_all_columns_that_it_sees(
             assert chunk.left <= max(position - bound + 1, 0)
             assert position < chunk.right <= offset + rows
             found.append(row)
-        assert chunk.left == max(chunk.position - bound + 1, 0) // ALIGNED * ALIGNED  # and no more
+        assert chunk.left == max(chunk.position - bound + 1, 0) // MAX_TILE_COLUMNS * MAX_TILE_COLUMNS  # and no more
         assert chunk.right == offset + chunk.last
     assert found == list(range(rows))

@@ -157,13 +157,13 @@ def use_emulator(
     emulator = Emulator(FOLDER, fault)
     emulator.begin([AllMemory()])  # type: ignore[list-item]
 
-    def choose_kernel(self: GatedCall, family: KernelFamily, like: Tensor) -> MixerKernel:
-        return call.geometry.build_for_rows(family, is_local=self.is_local, is_gated=True)
+    def find_kernel(self: GatedCall, family: KernelFamily, like: Tensor) -> MixerKernel | None:
+        return call.geometry.find_for_rows(family, is_local=self.is_local, is_gated=True)
 
     def launch(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         emulator.launch(kernel, grid, arguments, backwards=backwards)
 
-    monkeypatch.setattr(GatedCall, "choose_kernel", choose_kernel)
+    monkeypatch.setattr(GatedCall, "find_kernel", find_kernel)
     monkeypatch.setattr(gated_op, "launch_kernel", launch)
     monkeypatch.setattr("megatron.kernels.cdape_attention.mixer_chunks.launch_kernel", launch)
     return emulator
@@ -233,6 +233,16 @@ def test_a_bias_beyond_the_range_of_float16_does_not_saturate(monkeypatch: pytes
     for name in sorted({*found} - {"row_bias", "b2"}):
         error = (found[name].double() - exact[name]).norm() / exact[name].norm()
         assert error <= 4 * torch.finfo(call.dtype).eps, name
+
+
+@pytest.mark.parametrize("taps", [3, 7])  # with and without the kernel that stores no logits
+def test_terms_of_another_layout_give_the_same_bits(taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call(2, 9, 40, 17, chunk=24, taps=taps, has_sinks=True)
+    inputs = call.draw()
+    expected, _ = run(call, inputs, monkeypatch)
+    inputs[3], inputs[4] = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[3:5])
+    found, _ = run(call, inputs, monkeypatch)
+    assert all(torch.equal(found[name], expected[name]) for name in NAMES)
 
 
 def test_gradients_of_a_small_loss_lose_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,17 +38,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron.kernels.cdape_attention import logit_kernels, mixer, mixer_chunks
+from megatron.kernels.cdape_attention.attention_kernel import ATTENTION_KERNELS
 from megatron.kernels.cdape_attention.bias_product import get_bias_product
 from megatron.kernels.cdape_attention.chunks import list_chunks
 from megatron.kernels.cdape_attention.geometry import KernelFamily, KernelForm, choose_kernel
 from megatron.kernels.cdape_attention.layer_terms import build_problems
-from megatron.kernels.cdape_attention.logit_kernels import LogitGradients
 from megatron.kernels.cdape_attention.mixer import ChunkInputs, MixerGradients, differentiate_mixer
 from megatron.kernels.cdape_attention.mixer_operands import unpack_tables, unpack_weights
 from megatron.kernels.cdape_attention.scores import count_padded_channels
 from megatron.kernels.cdape_attention.term_sums import add_mixer_sums, allocate_term_sums, unpack_mixer_sums
 from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape, get_weight_shape
-from megatron.kernels.runtime import launch_context
 
 TOO_LARGE = {(80, 5, 64, 112), (80, 5, 64, 128)}
 """Compute capability, kernel size, width and head dimension whose dS exceeds the shared memory of a block."""
@@ -256,7 +255,9 @@ def test_shared_memory_has_few_bank_conflicts(launcher: Launcher, case: Case) ->
 SCORES, WEIGHTS = ", true, false>", ", false, true>"
 """Ends of the names of the kernels for dS and for the weights' gradients, one of which has each fault."""
 FAULTS = {
-    "a missing barrier": (WEIGHTS, "first);\n    barrier(memory);\n    if", "first);\n    if"),
+    "a missing barrier": (WEIGHTS, "first, sums);\n    barrier(memory);\n    if", "first, sums);\n    if"),
+    "sums over dS that is read": (SCORES, "        barrier(memory);\n        store_sums", "        store_sums"),
+    "sums that are read too early": (SCORES, "sums, 0);\n        barrier(memory);\n", "sums, 0);\n"),
     "a wrong lane": (WEIGHTS, "a[1] = transpose_8x8(x[2]);", "a[1] = transpose_8x8(x[1]);"),
     "a wrong edge": (SCORES, "j >= 0 && j + x <= last", "j >= 0 && j + x <= last + 1"),
     "a wrong distance": (SCORES, "- (G::COLUMNS - 1);", "- G::COLUMNS;"),
@@ -340,12 +341,13 @@ def test_logits_are_supported_for_more_shapes() -> None:
     ("family", "arch", "tiles"),
     [
         # Of heads of 64, 80, 96 and 128: rows, columns, held tensors, and blocks on a multiprocessor.
+        *((ATTENTION_KERNELS, arch, [(32, 32, 1, 1), None, None, None]) for arch in (80, 90)),
         (logit_kernels.LOGIT_KERNELS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
         (logit_kernels.LOGIT_KERNELS, 90, [(32, 16, 1, 2), (32, 32, 1, 1), (32, 32, 1, 1), (32, 32, 1, 1)]),
         (logit_kernels.LOGIT_GRADIENT_KERNELS, 80, [(16, 64, 2, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
         (logit_kernels.LOGIT_GRADIENT_KERNELS, 90, [(32, 32, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1), (16, 64, 2, 1)]),
-        (mixer.SCORE_GRADIENT_KERNELS, 80, [(16, 32, 1, 1)] * 4),
-        (mixer.SCORE_GRADIENT_KERNELS, 90, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
+        (mixer.SCORE_GRADIENT_KERNELS, 80, [(16, 64, 1, 1), (16, 32, 1, 1), (16, 32, 1, 1), (16, 32, 1, 1)]),
+        (mixer.SCORE_GRADIENT_KERNELS, 90, [*[(32, 32, 1, 1)] * 3, (16, 64, 1, 1)]),
         (mixer.WEIGHT_GRADIENT_KERNELS, 80, [(32, 32, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1), (16, 64, 1, 1)]),
         (mixer.WEIGHT_GRADIENT_KERNELS, 90, [(32, 32, 1, 1)] * 4),
         (logit_kernels.LOGIT_KERNELS, 89, [None] * 4),
@@ -414,8 +416,7 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
         CASES[0].build(mixer.WEIGHT_GRADIENT_KERNELS, calls[0]),
     )
     watched = [x for call in calls for x in (call.queries, call.keys)]
-    # Without the operator's context, Triton's interpreter leaves parts of its language replaced.
-    with launcher.watch(watched), launch_context(contributions):
+    with launcher.watch(watched):
         launcher.emulator.register(contributions)
         sums = add_mixer_sums(
             allocate_term_sums(layers, product, shape.columns, torch.get_default_device()), problems[0]
@@ -424,12 +425,13 @@ def test_sums_of_layers_and_chunks_are_those_of_float64(chunk_rows: int, monkeyp
             own = sums.select_layer(problem.layer)
             for chunk in reversed(list_chunks(problem, chunk_rows)):
                 of_chunk = dlogits[:, chunk.first : chunk.last, :, : chunk.right].contiguous()
-                dscores = torch.zeros(1, shape.heads, chunk.rows, chunk.right, dtype=torch.bfloat16)
                 launcher.emulator.register(of_chunk)
-                maps, is_first = LogitGradients(dscores, of_chunk), chunk.last == shape.rows
                 inputs = mixer_chunks.build_logit_inputs(problem, chunk, call.queries, call.keys)
-                of_layer = problem, product, chunk, inputs, maps, own
-                mixer_chunks.differentiate_mixer_of_layer(*of_layer, kernels, is_first=is_first)
+                of_layer = problem, product, chunk, inputs, of_chunk, own
+                _, pairs = mixer_chunks.differentiate_mixer_of_layer(*of_layer, kernels)
+                for total, partial in pairs:
+                    rows, columns = (min(sizes) for sizes in zip(total.shape, partial.shape[1:], strict=True))
+                    total[:rows, :columns] += partial[:, :rows, :columns].sum(0)
     assert launcher.emulator.get_faults().errors == NO_ERRORS
     assert sums.mixer is not None
     assert (sums.mixer.shared._tables is None) == (chunk_rows < shape.rows)

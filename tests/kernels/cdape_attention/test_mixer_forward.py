@@ -148,7 +148,10 @@ FAULTS = {
     ),
     "a wrong distance": ("4 + r - y", "5 + r - y"),
     "a wrong group of columns": ("LANE_COLUMNS == 4 ? 16 : 4", "LANE_COLUMNS == 4 ? 12 : 4"),
-    "a wrong rest of a head": ("offset + t * 8), in_base", "offset + t * 16), in_base"),
+    "a wrong rest of a head": (
+        "2>(advance(address(base, offset + t * 8), in_base), c",
+        "2>(advance(address(base, offset + t * 16), in_base), c",
+    ),
 }
 LOCAL_FAULTS = {
     "a wide window": ("row + (position - window + 1)", "row + (position - window)"),

@@ -44,15 +44,14 @@ CASES = [
 
 
 IN_BFLOAT16 = [
-    Case(1, 9, 40, 40, COMPILED[torch.bfloat16].dim, 17, 3, window=17, chunk=24),
-    Case(1, 12, 40, 56, COMPILED[torch.bfloat16].dim, 12, 1, offset=16, is_linear=True, has_head_map=True),
+    Case(1, 9, 40, 40, 64, 17, 3, window=17, chunk=24),
+    Case(2, 9, 40, 40, 64, 17, 3, chunk=24, documents=((40,), (3, 1, 20, 16)), has_sinks=True),
+    Case(1, 12, 40, 56, 64, 12, 1, offset=16, is_linear=True, has_head_map=True),
 ]
 
 
-def run(
-    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, inputs: list[Tensor | None], into: Tensor
-) -> dict[str, Tensor]:
-    """Return the output and all gradients, with CUDA kernels in the emulator."""
+def use_emulator(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> tuple[Emulator, list[str]]:
+    """Let the operator run its CUDA kernels in an emulator; return it and a list of the headers of launched kernels."""
     emulator, launched = Emulator(FOLDER), []
     emulator.begin([AllMemory()])  # type: ignore[list-item]
 
@@ -65,7 +64,9 @@ def run(
         heads, width = pad_sizes(case.heads, case.width)
         compiled = COMPILED[dtype]._replace(taps=case.size, heads=heads, width=width, is_linear=case.is_linear)
         is_local = mixer_chunks.find_spans(problem, chunk) is not None
-        return tuple(compiled.build_for_rows(family, is_local=is_local) for family in families)
+        kernels = [compiled.find_for_rows(family, is_local=is_local) for family in families]
+        found = tuple(kernel for kernel in kernels if kernel is not None)
+        return found if len(found) == len(kernels) else None
 
     def launch(kernel: CudaKernel, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         launched.append(kernel.header)
@@ -73,11 +74,21 @@ def run(
 
     monkeypatch.setattr(mixer_chunks, "choose_kernels", choose_kernels)
     monkeypatch.setattr(mixer_chunks, "launch_kernel", launch)
+    return emulator, launched
+
+
+def run(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, inputs: list[Tensor | None], into: Tensor
+) -> dict[str, Tensor]:
+    """Return the output and all gradients, with CUDA kernels in the emulator."""
+    emulator, launched = use_emulator(case, dtype, monkeypatch)
     attend = partial(takes_fields(op.cdape_attention), **case.options, chunk=case.chunk)
     found = differentiated(attend, inputs, into)
     of_gradients = {"logit_gradient.h", "mixer_backward.h"} if case.heads <= HEADS else set()
     of_gradients -= {"logit_gradient.h"} if case.has_head_map else set()
-    assert set(launched) == {"mixer_forward.h"} | of_gradients
+    # Heads of 80 need tiles of 16 rows, for which the logits are stored.
+    forward = "attention.h" if case.dim == 64 and not case.has_head_map else "mixer_forward.h"
+    assert set(launched) == {forward} | of_gradients
     assert emulator.get_faults().errors == NO_ERRORS
     return found
 
@@ -93,6 +104,44 @@ def test_outputs_and_gradients_err_by_rounding_alone(
     inputs, into = case.inputs(dtype), into_output(case, dtype)
     found = run(case, dtype, monkeypatch, inputs, into)
     assert_within_rounding(found, truth(case, inputs, into), dtype, stored=True)
+
+
+LEFT_CASE = Case(1, 9, 40, 104, 64, 17, 3, offset=64, window=17, chunk=16)
+"""Chunks whose maps begin at other columns than the first."""
+
+
+@pytest.mark.parametrize("case", [*IN_BFLOAT16[:2], LEFT_CASE], ids=str)
+def test_output_without_gradients_takes_one_launch_and_has_the_same_bits(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, into = case.inputs(torch.bfloat16), into_output(case, torch.bfloat16)
+    expected = run(case, torch.bfloat16, monkeypatch, inputs, into)["output"]
+    _, launched = use_emulator(case, torch.bfloat16, monkeypatch)
+    with torch.no_grad():
+        output = takes_fields(op.cdape_attention)(*inputs, **case.options, chunk=case.chunk)
+    assert launched == ["attention.h"]
+    assert torch.equal(output, expected)
+
+
+def test_a_pass_that_activation_checkpointing_may_repeat_has_the_bits_of_its_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, dtype = IN_BFLOAT16[0], torch.bfloat16
+    inputs, into = case.inputs(dtype), into_output(case, dtype)
+    attend = partial(takes_fields(op.cdape_attention), **case.options, chunk=case.chunk)
+    in_cuda = run(case, dtype, monkeypatch, inputs, into)["output"]
+    choose_kernels = mixer_chunks.choose_kernels
+    monkeypatch.setattr(  # the last chunk has too few blocks
+        mixer_chunks,
+        "choose_kernels",
+        lambda problem, chunk, *rest: choose_kernels(problem, chunk, *rest) if chunk.rows >= 24 else None,
+    )
+    repeated = differentiated(attend, inputs, into)["output"]
+    with torch.no_grad():
+        assert torch.equal(attend(*inputs), repeated)
+    with torch.inference_mode():
+        assert torch.equal(attend(*inputs), in_cuda)
+    assert not torch.equal(in_cuda, repeated)
 
 
 @pytest.mark.parametrize("case", IN_BFLOAT16, ids=str)

@@ -3,10 +3,12 @@
 New memory is filled with NaN, and operations without a deterministic algorithm raise errors.
 """
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +26,13 @@ from cdape_calls import (
     truth,
 )
 from kernel_types import pair_with_types
+from memory_measurement import Peak
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import interpreter_builder
 
-from megatron.kernels.cdape_attention import head_products, op, triton_mixer
+from megatron.kernels.cdape_attention import driver, head_products, op, triton_mixer
+from megatron.kernels.cdape_attention.configs import count_map_bytes
 from megatron.kernels.runtime import is_interpreted
 from tools.tolerances import SAFETY_FACTOR, assert_within_rounding, compute_error_ratio
 
@@ -314,6 +318,44 @@ def test_tiles_of_other_documents_cost_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     lengths = (32, 16, 48)
     together, alone = count((sum(lengths),), (lengths,)), count(lengths)
-    assert len(alone) == 9
+    assert len(alone) == 8
     assert together == alone
     assert all(number > 1.5 * together[kernel] for kernel, number in count((sum(lengths),)).items())
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="memory is measured on a CPU")
+@pytest.mark.usefixtures("tall_tiles")
+@pytest.mark.parametrize("has_map", [False, True])
+def test_logits_are_freed_before_the_gradient_of_scores_is_allocated(
+    has_map: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The maps of the backward pass fit in the memory by which a chunk's rows are chosen."""
+
+    def collect_first(*args: Any) -> tuple[Tensor, Tensor]:
+        gc.collect()  # the interpreter's frames are reference cycles
+        return triton_mixer.differentiate_weights(*args)
+
+    monkeypatch.setattr(driver, "differentiate_weights", collect_first)
+    length = 128
+    case = Case(1, 8, length, length, 8, 8, 1, is_linear=has_map, has_head_map=has_map)
+    inputs = [None if x is None else x.requires_grad_() for x in case.inputs(torch.bfloat16)]
+    output = cdape_attention(*inputs, **case.options)
+    into = torch.ones_like(output)
+    with Peak() as tracked:
+        output.backward(into)
+    # A map of heads has the gradient of its results beside the others.
+    maps = length * length * (count_map_bytes(8, torch.bfloat16) + has_map * 8 * 2)
+    assert maps <= tracked.most <= maps + 0.75 * (8 * 2 * length * length)  # less than one map more
+
+
+@pytest.mark.skipif(not is_interpreted(), reason="the constants do not depend on the device")
+@pytest.mark.parametrize(("length", "is_wide"), [(48, True), (40, False)])
+def test_maps_of_a_multiple_of_16_columns_are_stored_by_eight_heads(
+    length: int, is_wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, build = [], triton_mixer.build_heads_constants
+    monkeypatch.setattr(triton_mixer, "build_heads_constants", lambda *args: (found.append(args[-1]), build(*args))[1])
+    case = Case(1, 8, length, length, 8, 8, 1)
+    inputs = [None if x is None else x.requires_grad_() for x in case.inputs(torch.bfloat16)]
+    cdape_attention(*inputs, **case.options).sum().backward()
+    assert found == [True, True, is_wide]  # scores in both passes, then P and dL

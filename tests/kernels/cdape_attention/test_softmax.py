@@ -16,7 +16,7 @@ from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProble
 from megatron.kernels.cdape_attention.configs import choose_attend_tile, choose_heads_tile
 from megatron.kernels.cdape_attention.head_products import launch_softmax
 from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
-from megatron.kernels.cdape_attention.triton_mixer import ChunkMaps, compute_scores, softmax_backward
+from megatron.kernels.cdape_attention.triton_mixer import compute_scores, softmax_backward
 from megatron.kernels.runtime import launch_context
 from tools.tolerances import assert_within_rounding
 
@@ -88,10 +88,10 @@ def test_equals_the_softmax_and_its_gradient(
     assert statistics[..., : chunk.first].isnan().all()
 
     last = torch.empty(BATCH, *seen.shape, 8, device=device)
-    maps = ChunkMaps(torch.empty_like(last), logits, torch.empty_like(logits), last)
+    probabilities, sums = torch.empty_like(logits), torch.empty_like(statistics[0])
     with launch_context(v):
-        softmax_backward(problem, chunk, maps, v, into, statistics, torch.empty_like(statistics[0]))
-    probabilities = maps.probabilities.masked_fill(~seen, 0)
+        softmax_backward(problem, chunk, logits, v, into, (statistics, sums), (probabilities, last))
+    probabilities.masked_fill_(~seen, 0)
     gradient = last.movedim(-1, 1).masked_fill(~seen, 0)
     assert (gradient[:, HEADS:] == 0).all()
     found = {"output": chunk.slice_rows(output), "probabilities": probabilities, "gradient": gradient[:, :HEADS]}

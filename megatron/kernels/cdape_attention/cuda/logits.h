@@ -5,8 +5,8 @@
 //   L[j] = S[j] + bias[i - j] + Σ_t W2[t]·LeakyReLU(hidden[j + t - p])
 //
 // (DAPE V2, equation 5; b1 is part of U and E, b2 of the bias, which the last phase adds.) Scores are never stored in
-// global memory. All global loads of a tile are issued one tile, or half a tile, before their use. Few warps fit on a
-// multiprocessor, and all of them would wait for the loads together.
+// global memory. If registers allow it, all global loads of a tile are issued one tile, or half a tile, before their
+// use. Few warps fit on a multiprocessor, and all of them would wait for the loads together.
 #pragma once
 #include "runs.h"
 #include "scores.h"
@@ -35,8 +35,9 @@ struct LogitInputs {
 };
 
 // BY_ROWS: the last phase reads words by rows and columns instead of columns and pairs. RELOADS: weights are loaded for
-// each tile, as with slices, so that other phases can use their registers.
-template <class G_, bool BY_ROWS, bool RELOADS = (G_::SLICES > 1)>
+// each tile, as with slices, so that other phases can use their registers. PREFETCHES: keys and U are loaded one phase or
+// more before their use, into registers that the last phase does not need.
+template <class G_, bool BY_ROWS, bool RELOADS = (G_::SLICES > 1), bool PREFETCHES = true>
 struct Logits {
   typedef G_ G;
   typedef Scores<G, 4, G::ROW_TILES == 1> S;
@@ -50,10 +51,9 @@ struct Logits {
   // Number of the warp's four heads whose next keys are prefetched into registers while a tile is mixed: those that fit
   // in 64 registers, or in 32.
   static constexpr int KEY_WORDS = G::HEAD_DIM / 4 * G::GROUPS, SPARE = IS_TIGHT ? 32 : 64;
-  static constexpr int HELD = 4 * KEY_WORDS <= SPARE ? 4 : 2 * KEY_WORDS <= SPARE ? 2 : 1;
+  static constexpr int HELD = !PREFETCHES || 4 * KEY_WORDS <= SPARE ? 4 : 2 * KEY_WORDS <= SPARE ? 2 : 1;
+  static_assert(PREFETCHES || G::HEAD_GROUPS == 1, "the keys of a tile are loaded together");
   static constexpr int MEMORY_BYTES = G::QUERY_BYTES + W::MEMORY_BYTES + R::MEMORY_BYTES;
-  // A run's scores are loaded when they are reached, and again for each slice. Otherwise registers hold all of them.
-  static constexpr bool ROLLS = G::HEAD_GROUPS > 1 || IS_TIGHT;
 
   struct State {
     u32 w1[TAPS][G::HEAD_GROUPS * G::N_TILES][2], w2[TAPS][G::HEAD_GROUPS * G::N_TILES][2];  // weights of a slice
@@ -138,7 +138,7 @@ struct Logits {
   static KERNEL_CODE void take_tile(State& st, Context& c, SharedMemory memory, int tile, Last& last) {
     const int first = tile * COLUMNS, row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
     const int table_group = c.in.table_group + (c.first_row - first) / 8 + 2 * row_tile - run;
-    if constexpr (!G::GATED) T::load_distances(st.distances, c.in.table, table_group, 0);
+    if constexpr (!G::GATED && PREFETCHES) T::load_distances(st.distances, c.in.table, table_group, 0);
     if (owns_last_columns(c))
       UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
         W::keep_last_columns(find_window(c, group), c.warp % 4);
@@ -152,7 +152,8 @@ struct Logits {
   static KERNEL_CODE void begin(State& st, Context& c) {
     if (!RELOADS) load_weights(st, c, 0);
     S::load_queries(c.in.scores, c.queries, c.warp, c.first_row);
-    UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::HAS_PROLOGUE ? -1 : c.tiles.first);
+    if (PREFETCHES)
+      UNROLL_FOR (int h = 0; h < HELD; h++) load_keys(st, c, h, G::HAS_PROLOGUE ? -1 : c.tiles.first);
     if constexpr (G::GATED)
       Gates::load_rows(st.rows, c.in.gates, c.in.scores.rows, c.first_row + 16 * (c.warp / G::RUNS), 0);
   }
@@ -177,6 +178,8 @@ struct Logits {
   template <bool MASKED>
   static KERNEL_CODE void compute_scores(State& st, Context& c, int tile) {
     constexpr int WARP_HEADS = 4 * G::HEAD_GROUPS;
+    if (!PREFETCHES)
+      UNROLL_FOR (int h = 0; h < WARP_HEADS; h++) load_keys(st, c, h, tile);
     UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++) {
       u32 words[2][2][4][2];
       UNROLL_FOR (int upper = 0; upper < 2; upper++) {
@@ -184,7 +187,7 @@ struct Logits {
         UNROLL_FOR (int h = 0; h < 2; h++) {
           const int now = 4 * group + 2 * upper + h, next = now + HELD;
           S::multiply(sums[h], st.keys[now % HELD], c.queries, find_head(c.warp, now));
-          load_keys(st, c, next % WARP_HEADS, next < WARP_HEADS ? tile : tile + 1);
+          if (PREFETCHES) load_keys(st, c, next % WARP_HEADS, next < WARP_HEADS ? tile : tile + 1);
         }
         S::template pack<MASKED>(words[upper], sums, c.in.scores, c.first_row, find_column(c, tile));
       }
@@ -204,8 +207,6 @@ struct Logits {
     if (EDGE) R::clear(st.carry);
     if (EDGE && run != G::RUNS - 1) return;
     Pixels<EDGE> pixels;
-    if constexpr (!ROLLS)
-      UNROLL_FOR (int x = pixels.BEGIN; x < pixels.COUNT; x++) load_scores(pixels.scores[x], c, row_tile, run, x);
     pixels.hidden_column = first + PADDING + 8 * run;
     if constexpr (BEGINS) {
       const int first_row = c.first_row + 16 * row_tile;
@@ -214,14 +215,14 @@ struct Logits {
     }
     UNROLL_FOR (int slice = 0; slice < G::SLICES; slice++) {
       if (RELOADS) load_weights(st, c, slice);
-      if (!EDGE && !G::GATED && slice > 0) T::load_distances(st.distances, c.in.table, table_group, slice * T::STEPS);
+      if (!EDGE && !G::GATED && (slice > 0 || !PREFETCHES))
+        T::load_distances(st.distances, c.in.table, table_group, slice * T::STEPS);
       mix_slice<EDGE, BEGINS>(st, c, pixels, slice);
     }
   }
   template <bool EDGE>
   struct Pixels {
-    static constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING, COUNT = 8 + KEPT;
-    u32 scores[COUNT][G::HEAD_GROUPS][4];
+    static constexpr int BEGIN = EDGE ? 8 - PADDING : 0, KEPT = 2 * PADDING;
     typename R::Column passed[R::CARRY];  // contributions of earlier slices to the next run's columns
     int hidden_column;
     bool has_begin = false;
@@ -250,6 +251,7 @@ struct Logits {
     constexpr int KEPT = Pixels<EDGE>::KEPT, BEGIN = Pixels<EDGE>::BEGIN;
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
+    u32 scores[8 + KEPT][G::HEAD_GROUPS][4];  // loaded when they are reached
     f32 sums[TAPS][R::TILES][4];
     UNROLL_FOR (int y = 0; y < TAPS; y++)
       UNROLL_FOR (int n = 0; n < R::TILES; n++)
@@ -259,11 +261,10 @@ struct Logits {
     u32 unit = select(t == g / 2, select(g % 2 == 0, u32(0x3c00u), u32(0x3c000000u)), u32(0u));
     u32 slope = u32(0x211f211fu);  // 0.01 twice
     Address columns = Gates::locate_columns(c.in.gates, pixels.hidden_column);
-    if constexpr (ROLLS)
-      UNROLL_FOR (int x = BEGIN; x < BEGIN + KEPT; x++) load_scores(pixels.scores[x], c, row_tile, run, x);
+    UNROLL_FOR (int x = BEGIN; x < BEGIN + KEPT; x++) load_scores(scores[x], c, row_tile, run, x);
     UNROLL_FOR (int jj = BEGIN; jj < 8; jj++) {
       const int column = pixels.hidden_column + jj;
-      if constexpr (ROLLS) load_scores(pixels.scores[jj + KEPT], c, row_tile, run, jj + KEPT);
+      load_scores(scores[jj + KEPT], c, row_tile, run, jj + KEPT);
       if (!EDGE && slice > 0 && jj % 4 == 0) R::load_stored(before, c.sums, to, 8 * run + jj);
       f32 hidden[G::N_TILES][4];
       if constexpr (EDGE) {
@@ -290,7 +291,7 @@ struct Logits {
         UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
           UNROLL_FOR (int n = 0; n < G::N_TILES; n++) {
             const u32(&w)[2] = st.w1[tap][group * G::N_TILES + n];
-            mma_exchange(hidden[n], pixels.scores[jj + tap][group], w[0], w[1]);
+            mma_exchange(hidden[n], scores[jj + tap][group], w[0], w[1]);
           }
       u32 active[G::N_TILES][2];
       UNROLL_FOR (int n = 0; n < G::N_TILES; n++)
@@ -315,7 +316,7 @@ struct Logits {
         if (!EDGE) add_column(sum, before[jj % 4], unit);
       } else {
         UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
-          add_words(sum, pixels.scores[jj][group], group, unit);
+          add_words(sum, scores[jj][group], group, unit);
       }
       done[jj % 4] = R::pack(sum);
       if (!EDGE && jj % 4 == 3) R::store(c.sums, to, done, 8 * run + jj - 3);

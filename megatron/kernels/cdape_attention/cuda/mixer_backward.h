@@ -44,8 +44,19 @@ struct MixerBackward {
   // A block that computes the gradients of the weights reads the terms of its own widths alone.
   static constexpr int ROW_STEPS = SCORES ? G::WIDTH / 16 : STEPS;
 
-  static constexpr int MEMORY_BYTES =
-      G::QUERY_BYTES + 2 * W::MEMORY_BYTES + (SCORES ? R::MEMORY_BYTES + D::MEMORY_BYTES : 0);
+  // With one slice, a tile's sums stay in registers until dS is stored, and then take its memory. The L1 cache, which
+  // has the rest of a multiprocessor's memory, keeps spilled registers.
+  static constexpr bool SHARES_MEMORY = SCORES && SLICES == 1;
+  static constexpr int LARGER_BYTES = R::MEMORY_BYTES > D::MEMORY_BYTES ? R::MEMORY_BYTES : D::MEMORY_BYTES;
+  static constexpr int RESULT_BYTES = SHARES_MEMORY ? LARGER_BYTES : SCORES ? R::MEMORY_BYTES + D::MEMORY_BYTES : 0;
+  static constexpr int MEMORY_BYTES = G::QUERY_BYTES + 2 * W::MEMORY_BYTES + RESULT_BYTES;
+
+  // A warp's sums of a tile, of the gradients of hidden values in a slice and of logits: along diagonals or, GATED, over
+  // rows.
+  struct TileSums {
+    f32 du[SCORES ? 2 : 1][N_TILES][4], db[SCORES ? 2 : 1][2][4];
+    typename Sums::Columns columns;
+  };
 
   struct State {
     // Weights of a slice by n-tiles. With WEIGHTS, w1 and w2 are A fragments of two n-tiles, see `arrange`.
@@ -87,14 +98,15 @@ struct MixerBackward {
     c.scores = advance(memory, G::QUERY_BYTES);
     c.dlogits = advance(c.scores, W::MEMORY_BYTES);
     c.sums = advance(c.dlogits, W::MEMORY_BYTES);
-    c.diagonals = advance(c.sums, R::MEMORY_BYTES);
+    c.diagonals = SHARES_MEMORY ? c.sums : advance(c.sums, R::MEMORY_BYTES);
     State st;
     begin(st, c);
     barrier(memory);
     if constexpr (G::HAS_PROLOGUE) {
       Inputs::template load_tile<true>(c, 2 * PADDING - G::COLUMNS);
       barrier(memory);
-      mix<true, false>(st, c, -G::COLUMNS);
+      TileSums unused;
+      mix<true, false>(st, c, -G::COLUMNS, unused);
       barrier(memory);
     } else {
       R::clear(st.carry);
@@ -125,10 +137,16 @@ struct MixerBackward {
     Inputs::keep_columns(c);
     Inputs::template load_tile<MASKED>(c, first + 2 * PADDING);
     barrier(memory);
-    mix<false, G::HAS_EDGES && MASKED>(st, c, first);
+    TileSums sums;
+    mix<false, G::HAS_EDGES && MASKED>(st, c, first, sums);
     barrier(memory);
     if constexpr (SCORES) {
       Results::template store_scores<MASKED>(c, first);
+      if constexpr (SHARES_MEMORY) {
+        barrier(memory);
+        store_sums(c, sums, 0);
+        barrier(memory);
+      }
       if constexpr (G::GATED) {
         Sums::add(c.diagonals, c.warp, first, c.args.dtables, c.program, c.args.dtable_rows);
         return;
@@ -194,19 +212,19 @@ struct MixerBackward {
   // Mixes the warp's 16 rows and run of 8 columns. EDGE: only the hidden values of columns left of p. BEGINS: documents
   // may begin in this tile.
   template <bool EDGE, bool BEGINS>
-  static KERNEL_CODE void mix(State& st, Context& c, int first) {
+  static KERNEL_CODE void mix(State& st, Context& c, int first, TileSums& tile_sums) {
     if (EDGE) R::clear(st.carry);
     if (EDGE && c.warp % G::RUNS != G::RUNS - 1) return;
     typename R::Column passed[R::CARRY];  // contributions of earlier slices to the next run's columns
     UNROLL_FOR (int slice = 0; slice < (SCORES ? SLICES : 1); slice++) {
       if (SCORES && SLICES > 1) load_weights(st, c, slice);
-      mix_slice<EDGE, BEGINS>(st, c, passed, first, WEIGHTS ? c.slice : slice);
+      mix_slice<EDGE, BEGINS>(st, c, passed, first, WEIGHTS ? c.slice : slice, tile_sums);
     }
   }
 
   template <bool EDGE, bool BEGINS>
-  static KERNEL_CODE void mix_slice(State& st, Context& c, typename R::Column (&passed)[R::CARRY], int first,
-                                    int slice) {
+  static KERNEL_CODE void mix_slice(State& st, Context& c, typename R::Column (&passed)[R::CARRY], int first, int slice,
+                                    TileSums& tile_sums) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
     const int row_tile = c.warp / G::RUNS, run = c.warp % G::RUNS;
     const int first_step = slice * N_TILES / 2;
@@ -228,8 +246,9 @@ struct MixerBackward {
         transpose_scores(s_rows[(BEGIN + x) % TAPS], s.column[BEGIN + x]);
         transpose(l_rows[(BEGIN + x) % TAPS], l.column[BEGIN + x]);
       }
-    f32 ds[SCORES ? TAPS : 1][2][4], du[SCORES ? 2 : 1][N_TILES][4], db[SCORES ? 2 : 1][2][4];
-    typename Sums::Columns column_sums;  // GATED: replaces du and db
+    f32 ds[SCORES ? TAPS : 1][2][4], (&du)[SCORES ? 2 : 1][N_TILES][4] = tile_sums.du;
+    f32(&db)[SCORES ? 2 : 1][2][4] = tile_sums.db;
+    typename Sums::Columns& column_sums = tile_sums.columns;
     Sums::clear(column_sums);
     if constexpr (SCORES) {
       UNROLL_FOR (int y = 0; y < TAPS; y++)
@@ -383,11 +402,18 @@ struct MixerBackward {
         if (slice + 1 < SLICES) passed[y] = R::pack(sum);
       }
       if (slice + 1 == SLICES) R::pass_on(c.sums, sums, st.carry, ds, run, EDGE);
-      if constexpr (!EDGE && G::GATED) {
-        UNROLL_FOR (int step = first_step; step < first_step + STEPS; step++)
-          Sums::store(c.diagonals, c.warp, column_sums, step);
-        if (slice == 0) Sums::store(c.diagonals, c.warp, column_sums, 2);
-      } else if constexpr (!EDGE) D::store(c.diagonals, c.warp, du, db, slice);
+      if constexpr (!EDGE && !SHARES_MEMORY) store_sums(c, tile_sums, slice);
+    }
+  }
+
+  // Stores a warp's sums of a slice and, with the first slice, those of the logits.
+  static KERNEL_CODE void store_sums(const Context& c, const TileSums& sums, int slice) {
+    if constexpr (G::GATED) {
+      UNROLL_FOR (int step = slice * N_TILES / 2; step < slice * N_TILES / 2 + STEPS; step++)
+        Sums::store(c.diagonals, c.warp, sums.columns, step);
+      if (slice == 0) Sums::store(c.diagonals, c.warp, sums.columns, 2);
+    } else {
+      D::store(c.diagonals, c.warp, sums.du, sums.db, slice);
     }
   }
 
