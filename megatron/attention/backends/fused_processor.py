@@ -105,7 +105,9 @@ def describe_gated_processor_fallback(inputs: AttentionInputs, args: CdapeArgs, 
         return "a gate's bias before this processor"
     heads, _, dim = inputs.q.shape[1:]
     sizes = (heads, dim, args.w1.shape[0], args.w1.shape[3], args.offset + inputs.q.shape[2])
-    return describe_unsupported(inputs.q.dtype, *sizes, args.offset) or describe_unsupported_device(inputs.q, dim)
+    return describe_unsupported(inputs.q.dtype, *sizes, args.offset) or describe_unsupported_device(
+        inputs.q, dim, args.w1.shape[3]
+    )
 
 
 def run_gated_processor_kernel(inputs: AttentionInputs, args: CdapeArgs) -> Tensor:

@@ -77,7 +77,7 @@ PRODUCT_KERNELS = {"differentiate_qkv": _differentiate_qkv_kernel, "multiply": _
 MAPPED_KERNELS = {"map_weights": _map_weights_kernel, "differentiate_mapped": _differentiate_mapped_kernel}
 """Kernels of a softmax with a map between the heads."""
 FLOAT32_POINTERS = (
-    *("sinks_ptr", "offsets_ptr", "head_map_ptr", "dmap_ptr"),
+    *("sinks_ptr", "head_map_ptr", "dmap_ptr"),
     *("logits_ptr", "bias_contributions_ptr", "bias_ptr", "b2_ptr", "stats_ptr", "sums_ptr"),
     *("dbias_contributions_ptr", "dbias_ptr", "dedge_ptr", "dw_ptr"),
 )
@@ -124,7 +124,6 @@ def _build_attend_config(
     odd: bool = False,
     documents: bool = False,
     sinks: bool = False,
-    offsets: bool = False,
     residue: bool = False,
 ) -> KernelConfig:
     """Build the configuration of an attend kernel. `odd`: the columns are not a multiple of 16, as with a window."""
@@ -133,12 +132,10 @@ def _build_attend_config(
     constants = _add_document_starts(build_attend_constants(dim, tile, 12), documents)
     if name == "attend_fwd" and not sinks:
         constants = constants | {"sinks_ptr": None}
-    if name == "attend_fwd" and not offsets:
-        constants = constants | {"offsets_ptr": None}
     if name == "attend_fwd" and not residue:
         constants = constants | {"residue_ptr": None}
     suffix = " decode" if rows == DECODE_ROWS else " odd" if odd else " documents" if documents else ""
-    suffix += " offsets" if offsets else " sinks" if sinks else " residue" if residue else ""
+    suffix += " sinks" if sinks else " residue" if residue else ""
     aligned = () if odd or rows == DECODE_ROWS else ("C",)
     return KernelConfig(
         name=f"{name}{suffix} d={dim} {dtype_name}",
@@ -287,7 +284,6 @@ def list_configurations() -> Iterator[KernelConfig]:
         for name in ATTEND_KERNELS:
             yield _build_attend_config(name, dim, "bf16", ROWS, documents=True)
         yield _build_attend_config("attend_fwd", dim, "bf16", ROWS, sinks=True)
-    yield _build_attend_config("attend_fwd", 64, "bf16", ROWS, sinks=True, offsets=True)
     yield _build_attend_config("attend_fwd", 64, "bf16", ROWS, residue=True)
     for heads, dim in ((12, 64), (16, 64), (32, 80)):
         for name in HEAD_TILE_KERNELS:

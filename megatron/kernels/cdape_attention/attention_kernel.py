@@ -8,12 +8,11 @@ import ctypes
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.geometry import (
-    HEADS,
+    BACKWARD_LIMITS,
     WIDTH,
     KernelFamily,
     KernelForm,
     MixerKernel,
-    SizeLimit,
     Tile,
     count_fragment_window_bytes,
     count_run_bytes,
@@ -29,15 +28,19 @@ def _count_bytes(tile: Tile, form: KernelForm) -> int:
     return count_fragment_window_bytes(tile, form) + count_run_bytes(tile, form, by_rows=True)
 
 
+def _fits_registers(tile: Tile, form: KernelForm) -> bool:
+    """Return True with 16 rows; with 32, a thread holds twice as much of the output beside the weights and sums."""
+    return tile.rows == 16 or (form.dim <= 64 and form.kernel_size <= 3 and form.width <= WIDTH)
+
+
 ATTENTION_KERNELS = KernelFamily(
     *("attention.h", "Attention<{}>", "AttentionArgs"),
-    (Tile(32, 32),),
+    (Tile(32, 32), Tile(16, 64)),
     _count_bytes,
-    (SizeLimit(3, HEADS, WIDTH),),
-    max_dim=64,
+    BACKWARD_LIMITS,
+    _fits_registers,
 )
-"""Kernels for the forward pass. For larger sizes, registers do not hold the output; the logits are then stored, and
-Triton's softmax reads them (README.md)."""
+"""Kernels for the forward pass."""
 
 
 class AttentionArgs(ctypes.Structure):

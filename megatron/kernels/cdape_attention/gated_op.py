@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.cdape_attention import logit_kernels, mixer
+from megatron.kernels.cdape_attention import mixer
 from megatron.kernels.cdape_attention.args import CdapeArgs, check_shapes
 from megatron.kernels.cdape_attention.attention_kernel import ATTENTION_KERNELS
 from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem, Chunk, list_chunks
@@ -39,7 +39,6 @@ from megatron.kernels.cdape_attention.head_products import (
     AttentionOutput,
     allocate_key_gradients,
     allocate_output,
-    average_values,
     differentiate_qkv,
     differentiate_sinks,
 )
@@ -52,7 +51,6 @@ from megatron.kernels.cdape_attention.mixer_chunks import (
 )
 from megatron.kernels.cdape_attention.mixer_operands import Fragments
 from megatron.kernels.cdape_attention.weights import PackedWeights, get_weight_shape
-from megatron.kernels.cuda.compile import launch_kernel
 from megatron.kernels.runtime import (
     check_heads_in_batch,
     get_arch,
@@ -63,7 +61,7 @@ from megatron.kernels.runtime import (
 
 LIMITS = (SizeLimit(7, HEADS, WIDTH),)
 """Largest sizes with gates, whose terms are those of one group of heads and one part of the width."""
-FAMILIES = (logit_kernels.LOGIT_KERNELS, *BACKWARD_KERNELS)
+FAMILIES = (ATTENTION_KERNELS, *BACKWARD_KERNELS)
 
 
 def describe_unsupported(
@@ -89,16 +87,17 @@ def describe_unsupported(
     return "a number of tokens that is not a multiple of 8" if columns % 8 or offset % 8 else None
 
 
-def describe_unsupported_device(q: Tensor, dim: int) -> str | None:
+def describe_unsupported_device(q: Tensor, dim: int, kernel_size: int) -> str | None:
     """Explain why this GPU cannot run the kernels, or return None if it can."""
     if not mixer.is_enabled():
         return f"a gate's bias before a processor with {mixer.VARIABLE}=0"
     if not q.is_cuda:
         return "a gate's bias before a processor without a GPU"
     arch = get_arch(q)
-    form = KernelForm(LIMITS[0].kernel_size, dim, q.dtype, is_gated=True)  # blocks need less memory with fewer taps
+    form = KernelForm(kernel_size, dim, q.dtype, is_gated=True)
     if arch is None or any(choose_kernel(family, form, arch) is None for family in FAMILIES):
-        return f"a gate's bias before a processor on {torch.cuda.get_device_name(q.device)}"
+        size = f"heads of {dim} and kernel size {kernel_size}"
+        return f"a gate's bias before a processor with {size} on {torch.cuda.get_device_name(q.device)}"
     return None if mixer.has_compiler() else "a gate's bias before a processor without NVRTC"
 
 
@@ -124,14 +123,11 @@ class GatedCall:
         return compute_row_offsets(self.bias.rows, self.chunk_rows)
 
     def choose_kernel(self, family: KernelFamily, like: Tensor) -> MixerKernel:
-        kernel = self.find_kernel(family, like)
+        """Return the kernel for this call and tensors like `like`."""
+        form = KernelForm(self.problem.shape.kernel_size, like.shape[3], like.dtype, self.is_local, is_gated=True)
+        kernel = choose_kernel(family, form, get_arch(like))
         assert kernel is not None  # guaranteed by `describe_unsupported_device`
         return kernel
-
-    def find_kernel(self, family: KernelFamily, like: Tensor) -> MixerKernel | None:
-        """Return the kernel for this call and tensors like `like`, or None if the family has none for them."""
-        form = KernelForm(self.problem.shape.kernel_size, like.shape[3], like.dtype, self.is_local, is_gated=True)
-        return choose_kernel(family, form, get_arch(like))
 
     def build_inputs(self, chunk: Chunk, scaled: Tensor, k: Tensor, fragments: Fragments | None) -> mixer.ChunkInputs:
         gates = build_gate_operands(self.problem, self.bias, chunk, fragments)
@@ -274,17 +270,12 @@ def _forward(
     call: GatedCall, scaled: Tensor, k: Tensor, v: Tensor, *, needs_gradients: bool
 ) -> tuple[AttentionOutput, Fragments]:
     attended, fragments = allocate_output(scaled, needs_residue=needs_gradients), None
-    kernel, offsets = call.find_kernel(ATTENTION_KERNELS, k), call.find_sink_offsets()
+    kernel, offsets = call.choose_kernel(ATTENTION_KERNELS, k), call.find_sink_offsets()
 
     def attend(chunk: Chunk, fragments: Fragments | None) -> Fragments:
-        """Process a chunk. A separate function, so that its maps are freed before the next ones."""
+        """Process a chunk. A separate function, so that its operands are freed before the next ones."""
         inputs = call.build_inputs(chunk, scaled, k, fragments)
-        if kernel is not None:
-            compute_attention_of_chunk(inputs, call.problem, chunk, v, attended, kernel, offsets)
-        else:
-            to_logits = call.choose_kernel(logit_kernels.LOGIT_KERNELS, k)
-            logits = logit_kernels.compute_logits(inputs, to_logits, launch_kernel)
-            average_values(call.problem, chunk, logits, v, attended, offsets)
+        compute_attention_of_chunk(inputs, call.problem, chunk, v, attended, kernel, offsets)
         assert inputs.gates is not None
         return inputs.gates.fragments
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from megatron.kernels.cuda.compile import RESERVED_BYTES, CudaKernel
-from megatron.kernels.head_dim import MAX_HEAD_DIM
 from megatron.kernels.runtime import cdiv
 
 FOLDER = Path(__file__).with_name("cuda")
@@ -113,13 +112,12 @@ class KernelFamily(NamedTuple):
     count_bytes: Callable[[Tile, KernelForm], int]
     """Function that returns the shared memory of a block without the kept tensors, in bytes."""
     limits: tuple[SizeLimit, ...]
-    max_dim: int = MAX_HEAD_DIM
-    """Largest head dimension."""
+    fits_registers: Callable[[Tile, KernelForm], bool] = lambda tile, form: True
+    """Function that returns True if a tile is for sizes whose sums its warps can hold in registers."""
 
     def covers(self, form: KernelForm) -> bool:
-        """Return True if the sizes are within `max_dim` and one of `limits`."""
-        sizes = form.kernel_size, form.heads, form.width
-        return form.dim <= self.max_dim and any(limit.covers(*sizes) for limit in self.limits)
+        """Return True if the sizes are within one of `limits`."""
+        return any(limit.covers(form.kernel_size, form.heads, form.width) for limit in self.limits)
 
     def build(self, tile: Tile, form: KernelForm, arch: int) -> MixerKernel:
         """Describe the kernel with a geometry.
@@ -154,7 +152,7 @@ def choose_kernel(family: KernelFamily, form: KernelForm, arch: int) -> MixerKer
     """
     if arch not in BLOCK_BYTES or not family.covers(form):
         return None
-    kernels = [family.build(tile, form, arch) for tile in family.tiles]
+    kernels = [family.build(tile, form, arch) for tile in family.tiles if family.fits_registers(tile, form)]
 
     def rank(kernel: MixerKernel) -> tuple[int, ...]:
         tile, blocks = kernel.tile, kernel.resident_blocks

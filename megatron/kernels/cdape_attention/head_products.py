@@ -86,17 +86,11 @@ def average_values(
     logits: Tensor,
     v: Tensor,
     attended: AttentionOutput,
-    offsets: Tensor | None = None,
 ) -> None:
-    """Write a chunk's output and softmax statistics, from its logits [B, H, R, C].
-
-    Args:
-        offsets: row terms that the logits omit, float32 [B, H, all rows], or None without sinks.
-    """
+    """Write a chunk's output and softmax statistics, from its logits [B, H, R, C]."""
     residue = None if attended.residue is None else chunk.slice_rows(attended.residue)
     outputs = (chunk.slice_rows(attended.output), residue, chunk.slice_row_sums(attended.stats))
-    offsets = None if offsets is None else chunk.slice_row_sums(offsets)
-    tensors = (logits, chunk.slice_columns(v), *outputs, problem.sinks, offsets)
+    tensors = (logits, chunk.slice_columns(v), *outputs, problem.sinks)
     launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, tensors)
 
 

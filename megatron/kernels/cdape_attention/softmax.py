@@ -97,7 +97,6 @@ def _attend_fwd_kernel(
     residue_ptr,  # what the rounding of O leaves over, alike, or None
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sinks_ptr,  # [H] float32, or None: keys with these logits and no value, which the stats count
-    offsets_ptr,  # [B, H, R_total] float32, what the rows' logits lack, at the chunk's first row; None without sinks
     document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
@@ -129,8 +128,6 @@ def _attend_fwd_kernel(
     totals = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if sinks_ptr is not None:
         maximum = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + pair % H) * LOG2E
-        if offsets_ptr is not None:
-            maximum -= tl.load(offsets_ptr + pair * R_total + row, mask=row < R, other=0.0) * LOG2E
         totals += tl.where(tl.arange(0, BLOCK_N)[None, :] == 0, 1.0, 0.0)
     o_a = tl.zeros([BLOCK_M, BLOCK_DA], tl.float32)
     o_b = o_a

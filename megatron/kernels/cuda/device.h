@@ -183,8 +183,8 @@ KERNEL_CODE Words<N> load_global(Address a, int constant) {
   *(Vector*)v.x = __ldg((const Vector*)(a.p + constant));
   return v;
 }
-// Copies words from global to shared memory without registers. They have arrived after `wait_for_copies`, for the warp's
-// own lanes, and after the next barrier for other warps.
+// Copies words from global to shared memory without registers. They have arrived after `wait_for_copies`, for the
+// warp's own lanes, and after the next barrier for other warps.
 template <int N>
 KERNEL_CODE void copy_to_shared(SharedMemory s, i32 offset, Address a, int constant) {
   static_assert(N == 2, "other sizes have other instructions");
@@ -199,7 +199,8 @@ template <int N>
 KERNEL_CODE Words<N> load_global_once(Address a, int constant) {
   Words<N> v;
   const char* from = a.p + constant;
-  if constexpr (N == 2)
+  if constexpr (N == 1) asm("ld.global.nc.L1::no_allocate.b32 %0, [%1];" : "=r"(v.x[0]) : "l"(from));
+  else if constexpr (N == 2)
     asm("ld.global.nc.L1::no_allocate.v2.b32 {%0, %1}, [%2];" : "=r"(v.x[0]), "=r"(v.x[1]) : "l"(from));
   else
     asm("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -231,15 +232,16 @@ KERNEL_CODE void store_global(Address a, int constant, Words<N> v, pred is_store
   // In PTX, because the compiler would turn the condition into branches.
   const char* to = a.p + constant;
   if constexpr (N == 1)
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.L1::no_allocate.b32 [%0], %1;}" ::"l"(to), "r"(v.x[0]),
-                 "r"((int)is_stored)
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p st.global.L1::no_allocate.b32 [%0], %1;}" ::"l"(to),
+                 "r"(v.x[0]), "r"((int)is_stored)
                  : "memory");
   else if constexpr (N == 2)
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; @p st.global.L1::no_allocate.v2.b32 [%0], {%1, %2};}" ::"l"(to), "r"(v.x[0]),
-                 "r"(v.x[1]), "r"((int)is_stored)
+    asm volatile("{.reg .pred p; setp.ne.s32 p, %3, 0; @p st.global.L1::no_allocate.v2.b32 [%0], {%1, %2};}" ::"l"(to),
+                 "r"(v.x[0]), "r"(v.x[1]), "r"((int)is_stored)
                  : "memory");
   else
-    asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p st.global.L1::no_allocate.v4.b32 [%0], {%1, %2, %3, %4};}" ::"l"(to),
-                 "r"(v.x[0]), "r"(v.x[1]), "r"(v.x[2]), "r"(v.x[3]), "r"((int)is_stored)
-                 : "memory");
+    asm volatile(
+        "{.reg .pred p; setp.ne.s32 p, %5, 0; @p st.global.L1::no_allocate.v4.b32 [%0], {%1, %2, %3, %4};}" ::"l"(to),
+        "r"(v.x[0]), "r"(v.x[1]), "r"(v.x[2]), "r"(v.x[3]), "r"((int)is_stored)
+        : "memory");
 }

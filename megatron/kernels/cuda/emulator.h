@@ -62,9 +62,10 @@ typedef Lanes<bool> pred;
   }
 OPERATOR(T, +)
 OPERATOR(T, -)
-OPERATOR(T, *) OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>) OPERATOR(T, %)
-    OPERATOR(T, ^) OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==)
-        OPERATOR(bool, !=) OPERATOR(bool, &&) OPERATOR(bool, ||)
+OPERATOR(T, *)
+OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>) OPERATOR(T, %) OPERATOR(T, ^)
+    OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==) OPERATOR(bool, !=)
+        OPERATOR(bool, &&) OPERATOR(bool, ||)
 #undef OPERATOR
             template <class T>
             Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) {

@@ -39,6 +39,10 @@ from megatron.kernels.cdape_attention.mixer import ChunkInputs
 CASES = [
     Case(32, 32, 64, torch.bfloat16),
     Case(32, 32, 48, torch.float16, 1),
+    Case(16, 64, 80, torch.float16),
+    Case(16, 64, 128, torch.bfloat16, 5),
+    Case(16, 64, 64, torch.bfloat16, 7),
+    Case(16, 64, 112, torch.float16, width=64),
 ]
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
@@ -198,23 +202,27 @@ def test_shared_memory_has_few_bank_conflicts() -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_sizes_whose_output_exceeds_the_registers_have_no_kernel(arch: int) -> None:
+def test_blocks_of_larger_sizes_have_fewer_rows(arch: int) -> None:
     form = KernelForm(3, 64, torch.bfloat16)
-    assert choose_kernel(ATTENTION_KERNELS, form, arch) is not None
-    for other in (
-        form._replace(dim=80),
-        form._replace(kernel_size=5),
-        form._replace(heads=2 * HEADS),
-        form._replace(width=2 * WIDTH),
+    for other, rows in (
+        (form, 32),
+        (form._replace(dim=80), 16),
+        (form._replace(kernel_size=5), 16),
+        (form._replace(width=2 * WIDTH), 16),
     ):
-        assert choose_kernel(ATTENTION_KERNELS, other, arch) is None
+        kernel = choose_kernel(ATTENTION_KERNELS, other, arch)
+        assert kernel is not None
+        assert (kernel.tile.rows, kernel.tile.warps) == (rows, 8)
+    assert choose_kernel(ATTENTION_KERNELS, form._replace(heads=2 * HEADS), arch) is None
 
 
 FAULTS = {
     "sums that are not scaled": ("shrink[0] < 1.0f || shrink[1] < 1.0f", "shrink[0] < 0.0f"),
     "a maximum over two lanes": ("top = maximum(top, exchange_lanes(top, 2));", ""),
     "a total of two lanes": ("total += exchange_lanes(total, 2);", ""),
-    "values in the order of columns": ("(g / 2) * 4 + g % 2 + (first + 2 * half)", "g + (first + 8 * half)"),
+    "values in another order": ("t * 4 + (first + y), i32(0)", "t * 4 + (first + 3 - y), i32(0)"),
+    "values of whole tiles in another order": ("head + (long long)(first + y)", "head + (long long)(first + 3 - y)"),
+    "a wrong dimension": ("n % 2 == 0 ? low_halves", "n % 2 == 1 ? low_halves"),
     "a row's logits of another row": ("R::row_offset(g) + (R::row_offset(row)", "R::row_offset(g) + (R::row_offset(0)"),
     "a wrong copy of the bias": (
         "g % 4 * (G::HEADS * c.in.bias_stride * 4)",
@@ -229,7 +237,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     fault = plant_fault(tmp_path / "cuda", "Attention", *FAULTS[name])
-    shape = Shape(1, 16, 32, 64, 0, 40 if name == "a first column too late" else None)
+    shape = Shape(1, 16, 32, 96, 0, 40 if name == "a first column too late" else None)
     inputs, softmax = build_logit_inputs(shape), Softmax(shape)
     faults = run(inputs, softmax, Launcher(fault))
     assert faults.errors != NO_ERRORS or find_error_ratio(softmax, inputs, shape) > 1

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from mixer_emulation import (
     CASES,
     LINEAR_CASE,
-    LOCAL_CASES,
     LOCAL_EXAMPLES,
     LOCAL_SHAPES,
     NO_ERRORS,
@@ -38,8 +37,13 @@ from megatron.kernels.cdape_attention.mixer import ChunkInputs
 WIDE_CASES = [
     Case(16, 32, 80, torch.float16, heads=32),
 ]
-FORWARD_CASES = [Case(32, 16, 64, torch.bfloat16), *WIDE_CASES, *CASES]
-LOCAL_FORWARD_CASES = [FORWARD_CASES[0], *WIDE_CASES, *LOCAL_CASES]
+FORWARD_CASES = [
+    Case(32, 16, 64, torch.bfloat16),
+    *WIDE_CASES,
+    *CASES[:2],
+    Case(16, 32, 128, torch.bfloat16, 7),
+]
+LOCAL_FORWARD_CASES = FORWARD_CASES[:4]
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler (c++, g++, clang++)")
 

@@ -86,8 +86,7 @@ def run(
     found = differentiated(attend, inputs, into)
     of_gradients = {"logit_gradient.h", "mixer_backward.h"} if case.heads <= HEADS else set()
     of_gradients -= {"logit_gradient.h"} if case.has_head_map else set()
-    # Heads of 80 need tiles of 16 rows, for which the logits are stored.
-    forward = "attention.h" if case.dim == 64 and not case.has_head_map else "mixer_forward.h"
+    forward = "attention.h" if case.heads <= HEADS and not case.has_head_map else "mixer_forward.h"
     assert set(launched) == {forward} | of_gradients
     assert emulator.get_faults().errors == NO_ERRORS
     return found

@@ -1,12 +1,14 @@
-// Forward pass of CDAPE's attention for a block's query rows: computes the logits (`logits.h`), their online softmax, and
-// the average of the values (Dao 2023, FlashAttention-2, algorithm 1). No map is stored in global memory.
+// Forward pass of CDAPE's attention for a block's query rows: computes the logits (`logits.h`), their online softmax,
+// and the average of the values (Dao 2023, FlashAttention-2, algorithm 1). No map is stored in global memory.
 //
 //   O = Σ_j exp2(L[j]·log2(e) - m)·V[j] / Σ      Σ = Σ_j exp2(L[j]·log2(e) - m)      m = max_j L[j]·log2(e)
 //
-// A thread keeps 2·d sums of the output, half of its registers. The other phases therefore load keys, tables and weights
-// when they need them. With spilled registers instead, the blocks' stacks would not fit in the L1 cache.
+// A thread keeps 2·d sums of the output with 32 rows, or d with 16 rows, up to half of its registers. The other phases
+// therefore load keys, tables and weights when they need them. With spilled registers instead, the blocks' stacks would
+// not fit in the L1 cache.
 #pragma once
 #include "logits.h"
+#include "values.h"
 
 struct AttentionArgs {
   LogitInputs inputs;           // with 4 copies of the bias; copy x has distance n at entry bias_front + n + 3 - x
@@ -31,9 +33,9 @@ struct AverageValues {
   typedef typename G::Element Element;
   typedef typename L::R R;
   typedef typename L::Context Context;
-  typedef HeadRow<G> Row;
-  static constexpr int GROUPS = G::COLUMNS / 16, N_TILES = 2 * Row::STEPS;  // groups of 16 columns, tiles of 8 dimensions
-  static constexpr float LOG2E = 1.4426950408889634f, LOWEST = -1e30f;      // differences of finite numbers are defined
+  // Groups of 16 columns are weighed as many at a time as registers hold.
+  static constexpr int GROUPS = G::COLUMNS < 32 ? 1 : 2, N_TILES = G::HEAD_DIM / 8;
+  static constexpr float LOG2E = 1.4426950408889634f, LOWEST = -1e30f;  // differences of finite numbers are defined
   static_assert(G::PAIRS == G::WARPS, "a warp has the registers for one pair of heads");
 
   AttentionArgs args;
@@ -54,7 +56,8 @@ struct AverageValues {
               Address at = advance(address(args.offsets, row * 4), (long long)known * args.stats_stride);
               sink = sink - as_f32(load_global<1>(at, 0).x[0]);
             }
-            // If the maximum were lower, hidden columns could raise it, and the rounding of their logits would overflow.
+            // If the maximum were lower, hidden columns could raise it, and the rounding of their logits would
+            // overflow.
             first = select(sink * LOG2E < LOWEST, f32(LOWEST), sink * LOG2E);
             total = select(t == 0, f32(1.0f), f32(0.0f));
           }
@@ -69,20 +72,23 @@ struct AverageValues {
   template <bool MASKED>
   KERNEL_CODE void take(const Context& c, int first) {
     if (2 * c.warp >= c.in.scores.heads) return;
-    u32 weights[2][G::ROW_TILES][GROUPS][4];  // unnormalized P, as A fragments
-    UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++) {
-      f32 logits[2][2][GROUPS][4];  // by head, row g or g + 8, group and column
-      UNROLL_FOR (int r = 0; r < 2; r++)
-        UNROLL_FOR (int group = 0; group < GROUPS; group++) {
-          f32 part[2][4];
-          load_logits<MASKED>(part, c, 16 * tile + 8 * r, first, group);
-          UNROLL_FOR (int h = 0; h < 2; h++)
-            UNROLL_FOR (int y = 0; y < 4; y++) logits[h][r][group][y] = part[h][y];
-        }
-      UNROLL_FOR (int h = 0; h < 2; h++) weigh(weights[h][tile], logits[h], h, tile);
+    UNROLL_FOR (int at = 0; at < G::COLUMNS / 16; at += GROUPS) {
+      u32 weights[2][G::ROW_TILES][GROUPS][4];  // unnormalized P, as A fragments
+      UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++) {
+        f32 logits[2][2][GROUPS][4];  // by head, row g or g + 8, group and column
+        UNROLL_FOR (int r = 0; r < 2; r++)
+          UNROLL_FOR (int group = 0; group < GROUPS; group++) {
+            f32 part[2][4];
+            load_logits<MASKED>(part, c, 16 * tile + 8 * r, first, at + group);
+            UNROLL_FOR (int h = 0; h < 2; h++)
+              UNROLL_FOR (int y = 0; y < 4; y++) logits[h][r][group][y] = part[h][y];
+          }
+        UNROLL_FOR (int h = 0; h < 2; h++) weigh(weights[h][tile], logits[h], h, tile);
+      }
+      UNROLL_FOR (int h = 0; h < 2; h++)
+        UNROLL_FOR (int group = 0; group < GROUPS; group++)
+          add_values<MASKED>(weights, c, first + 16 * (at + group), h, group);
     }
-    UNROLL_FOR (int h = 0; h < 2; h++)
-      UNROLL_FOR (int group = 0; group < GROUPS; group++) add_values(weights, c, first + 16 * group, h, group);
   }
 
   // Stores the results of the block's rows.
@@ -100,20 +106,22 @@ struct AverageValues {
           store_global<1>(to_stats, 0, Words<1>{as_u32(highest[h][tile][r])}, is_stored && t == 0);
           store_global<1>(advance(to_stats, args.total_offset), 0, Words<1>{as_u32(total)}, is_stored && t == 0);
           const long long in_output = (long long)head * args.output_stride + (long long)row * args.output_row;
-          Row output, rest;
-          UNROLL_FOR (int n = 0; n < N_TILES; n++) {
-            f32 low = sums[h][tile][n][2 * r] / total, high = sums[h][tile][n][2 * r + 1] / total;
-            output.word[n] = Element::pack(low, high);
-            rest.word[n] = Element::pack(low - Element::low(output.word[n]), high - Element::high(output.word[n]));
-          }
+          OutputRow<G> output, rest;
+          UNROLL_FOR (int n = 0; n < N_TILES; n += 2)
+            UNROLL_FOR (int side = 0; side < 2; side++) {
+              f32 low = sums[h][tile][n][2 * r + side] / total, high = sums[h][tile][n + 1][2 * r + side] / total;
+              u32& word = output.word[side][n / 2];
+              word = Element::pack(low, high);
+              rest.word[side][n / 2] = Element::pack(low - Element::low(word), high - Element::high(word));
+            }
           output.store(args.output, in_output, g * args.output_row, is_stored);
           if (args.residue != nullptr) rest.store(args.residue, in_output, g * args.output_row, is_stored);
         }
   }
 
  private:
-  // Loads the logits of a pair of heads, `row` + g, and four columns of a group. MASKED: those that the row does not see
-  // are LOWEST.
+  // Loads the logits of a pair of heads, `row` + g, and four columns of a group. MASKED: those that the row does not
+  // see are LOWEST.
   template <bool MASKED>
   static KERNEL_CODE void load_logits(f32 (&logits)[2][4], const Context& c, int row, int first, int group) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
@@ -166,23 +174,16 @@ struct AverageValues {
       }
   }
 
-  // Adds the values of a group of 16 columns from `first` on to a head's sums. A product's factor has two columns of a
-  // dimension in a word, which are transposes of 8 × 8 numbers.
+  // Adds the values of a group of 16 columns from `first` on to a head's sums.
+  template <bool MASKED>
   KERNEL_CODE void add_values(const u32 (&weights)[2][G::ROW_TILES][GROUPS][4], const Context& c, int first, int h,
                               int group) {
-    i32 g = lane_id() / 4;
     const int head = 2 * c.warp + h, known = head < c.in.scores.heads ? head : c.in.scores.heads - 1;
-    Row row[2];
-    UNROLL_FOR (int half = 0; half < 2; half++) {
-      i32 column = (g / 2) * 4 + g % 2 + (first + 2 * half);
-      column = minimum(maximum(column, i32(0)), i32(c.last_column()));
-      row[half].template load<ONCE>(args.values, (long long)known * args.v_stride, column * G::ROW_BYTES);
-    }
-    UNROLL_FOR (int n = 0; n < N_TILES; n++) {
-      u32 b0 = transpose_8x8(row[0].word[n]), b1 = transpose_8x8(row[1].word[n]);
+    ValueRows<G> rows;
+    rows.template load<MASKED>(args.values, (long long)known * args.v_stride, first, c.last_column());
+    UNROLL_FOR (int n = 0; n < N_TILES; n++)
       UNROLL_FOR (int tile = 0; tile < G::ROW_TILES; tile++)
-        Element::multiply(sums[h][tile][n], weights[h][tile][group], b0, b1);
-    }
+        Element::multiply(sums[h][tile][n], weights[h][tile][group], rows.find(n, 0), rows.find(n, 1));
   }
 };
 

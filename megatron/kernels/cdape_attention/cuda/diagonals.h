@@ -53,8 +53,8 @@ struct Diagonals {
   // Stores a warp's sums of a slice of the width, and with the first slice those of the logits. Row x has the distance
   // of the warp's first row and last column, plus x - 7.
   template <int N_TILES>
-  static KERNEL_CODE void store(SharedMemory memory, int warp, const f32 (&du)[2][N_TILES][4],
-                                const f32 (&db)[2][2][4], int slice) {
+  static KERNEL_CODE void store(SharedMemory memory, int warp, const f32 (&du)[2][N_TILES][4], const f32 (&db)[2][2][4],
+                                int slice) {
     i32 lane = lane_id(), to = lane / 4 * DISTANCE_BYTES + lane % 4 * 16;
     UNROLL_FOR (int group = 0; group < 3; group++) {
       const int m = group / 2, r = group % 2, at = warp * WARP_BYTES + group * GROUP_BYTES;

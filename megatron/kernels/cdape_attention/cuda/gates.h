@@ -55,8 +55,7 @@ struct GateTerms {
                                        int step) {
     typename Layout::Widths widths = Layout::load(columns, x * 128 + step * 64);
     UNROLL_FOR (int n = 0; n < 2; n++)
-      UNROLL_FOR (int y = 0; y < 4; y++)
-        hidden[n][y] = rows.of[2 * step + n][y] + widths.of[Layout::width_index(n, y)];
+      UNROLL_FOR (int y = 0; y < 4; y++) hidden[n][y] = rows.of[2 * step + n][y] + widths.of[Layout::width_index(n, y)];
   }
 };
 

@@ -25,9 +25,9 @@
 template <int PADDING_, int COLUMNS_, int ROW_TILES_, int HEAD_DIM_, class Element_, bool LOCAL_, int HEADS_ = 16,
           int WIDTH_ = 32, bool GATED_ = false, bool LINEAR_ = false>
 struct Geometry {
-  typedef Element_ Element;              // type of queries, keys, values and gradients
-  static constexpr bool LOCAL = LOCAL_;  // each row has its own first column, see spans.h
-  static constexpr bool GATED = GATED_;  // the bias is a row term plus a column term, see gates.h
+  typedef Element_ Element;                // type of queries, keys, values and gradients
+  static constexpr bool LOCAL = LOCAL_;    // each row has its own first column, see spans.h
+  static constexpr bool GATED = GATED_;    // the bias is a row term plus a column term, see gates.h
   static constexpr bool LINEAR = LINEAR_;  // no activation between both convolutions
   static constexpr bool HAS_PROLOGUE = !LOCAL && PADDING_ > 0;  // computes the values left of column 2p
   static constexpr bool HAS_EDGES = LOCAL || GATED;             // E may apply within tiles

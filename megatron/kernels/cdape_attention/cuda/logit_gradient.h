@@ -132,8 +132,8 @@ struct DifferentiateSoftmax {
           Words<2> of_row = load_shared<2>(stats, g * 8 + ((head + h) * G::ROWS + row) * 8);
           f32 p[4];
           UNROLL_FOR (int y = 0; y < 4; y++) {
-            p[y] = exponential2(multiply_subtract(logits[h][y] + as_f32(b.x[G::GATED ? y : 3 - y]), f32(LOG2E),
-                                                  as_f32(of_row.x[0])));
+            p[y] = exponential2(
+                multiply_subtract(logits[h][y] + as_f32(b.x[G::GATED ? y : 3 - y]), f32(LOG2E), as_f32(of_row.x[0])));
             if (MASKED) p[y] = select(t * 4 + (column + y) <= g + (c.position() + row), p[y], f32(0.0f));
             if (MASKED && G::LOCAL) p[y] = select(t * 4 + (column + y) >= begin, p[y], f32(0.0f));
             f32 gradient = dp[h].tile[block][y / 2][2 * (quarter % 2) + y % 2];

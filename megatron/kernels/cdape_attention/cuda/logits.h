@@ -35,8 +35,8 @@ struct LogitInputs {
 };
 
 // BY_ROWS: the last phase reads words by rows and columns instead of columns and pairs. RELOADS: weights are loaded for
-// each tile, as with slices, so that other phases can use their registers. PREFETCHES: keys and U are loaded one phase or
-// more before their use, into registers that the last phase does not need.
+// each tile, as with slices, so that other phases can use their registers. PREFETCHES: keys and U are loaded one phase
+// or more before their use, into registers that the last phase does not need.
 template <class G_, bool BY_ROWS, bool RELOADS = (G_::SLICES > 1), bool PREFETCHES = true>
 struct Logits {
   typedef G_ G;
@@ -58,7 +58,7 @@ struct Logits {
   struct State {
     u32 w1[TAPS][G::HEAD_GROUPS * G::N_TILES][2], w2[TAPS][G::HEAD_GROUPS * G::N_TILES][2];  // weights of a slice
     typename R::Column carry[R::CARRY];
-    typename S::Keys keys[HELD];      // keys of the next tile
+    typename S::Keys keys[HELD];                         // keys of the next tile
     typename T::template Distances<T::STEPS> distances;  // U of this tile
     // GATED: row vectors of the warp's row tile.
     typename Gates::template Rows<2> rows;
@@ -315,8 +315,7 @@ struct Logits {
       if (slice > 0) {
         if (!EDGE) add_column(sum, before[jj % 4], unit);
       } else {
-        UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++)
-          add_words(sum, scores[jj][group], group, unit);
+        UNROLL_FOR (int group = 0; group < G::HEAD_GROUPS; group++) add_words(sum, scores[jj][group], group, unit);
       }
       done[jj % 4] = R::pack(sum);
       if (!EDGE && jj % 4 == 3) R::store(c.sums, to, done, 8 * run + jj - 3);

@@ -51,8 +51,8 @@ struct MixerBackward {
   static constexpr int RESULT_BYTES = SHARES_MEMORY ? LARGER_BYTES : SCORES ? R::MEMORY_BYTES + D::MEMORY_BYTES : 0;
   static constexpr int MEMORY_BYTES = G::QUERY_BYTES + 2 * W::MEMORY_BYTES + RESULT_BYTES;
 
-  // A warp's sums of a tile, of the gradients of hidden values in a slice and of logits: along diagonals or, GATED, over
-  // rows.
+  // A warp's sums of a tile, of the gradients of hidden values in a slice and of logits: along diagonals or, GATED,
+  // over rows.
   struct TileSums {
     f32 du[SCORES ? 2 : 1][N_TILES][4], db[SCORES ? 2 : 1][2][4];
     typename Sums::Columns columns;

@@ -17,7 +17,7 @@ struct MixerBackwardArgs {
   void* dtables;        // float32 [programs, N', D + 16], initially 0: row i has dU[i - p] (D widths), dbias[i] (heads)
   void* dedge;          // float32 [R, p, D]
   void* dweights;       // float32 [programs, 2, k, D/8 n-tiles, 32 lanes, 4]: gradients of W1 and W2
-  int table_group;  // group of the distance of row 0 and column p + 7
+  int table_group;      // group of the distance of row 0 and column p + 7
   int dtable_rows;
   // Bytes from one sequence to the next; `map_batch` applies to dlogits.
   long long q_batch, k_batch, map_batch, edge_batch, dscores_batch;
@@ -67,8 +67,7 @@ struct MixerBackwardInputs {
       const int last = in_map < c.args.scores.rows ? c.position() + row : -1;
       const int begin = MASKED && G::LOCAL ? c.args.scores.find_first(in_map) : 0;
       UNROLL_FOR (int part = 0; part < G::PAIRS; part += 32 / LANES) {
-        i32 to = column * 4 + pair * (W::PAIR_STRIDE * 4) +
-                 (W::row_offset(row) + W::pair_offset(part) + W::FIRST * 4);
+        i32 to = column * 4 + pair * (W::PAIR_STRIDE * 4) + (W::row_offset(row) + W::pair_offset(part) + W::FIRST * 4);
         if (MASKED) {
           i32 j = column + first, inside = minimum(maximum(j, i32(0)), i32((int)columns - 2));
           Address from = advance_heads(address(c.args.dlogits, inside * 4), pair, columns * 4);
@@ -79,8 +78,8 @@ struct MixerBackwardInputs {
           store_shared<2>(c.dlogits, to, v);
         } else {
           Address from = advance_heads(address(c.args.dlogits, column * 4), pair, columns * 4);
-          copy_to_shared<2>(c.dlogits, to,
-                            advance(from, (((long long)in_map * G::PAIRS + part) * columns + first) * 4), 0);
+          copy_to_shared<2>(c.dlogits, to, advance(from, (((long long)in_map * G::PAIRS + part) * columns + first) * 4),
+                            0);
         }
       }
     }

@@ -33,19 +33,6 @@ struct HeadRow {
       UNROLL_FOR (int x = 0; x < 2; x++) word[4 * WHOLE + x] = v.x[x];
     }
   }
-  // Stores the lane's words of such a row.
-  KERNEL_CODE void store(void* base, long long in_base, i32 offset, pred is_stored) const {
-    i32 t = lane_id() % 4;
-    UNROLL_FOR (int z = 0; z < WHOLE; z++) {
-      Words<4> v;
-      UNROLL_FOR (int x = 0; x < 4; x++) v.x[x] = word[4 * z + x];
-      store_global<4>(advance(address(base, offset + t * 16), in_base), 64 * z, v, is_stored);
-    }
-    if (STEPS % 2 == 1) {
-      Words<2> v{word[4 * WHOLE], word[4 * WHOLE + 1]};
-      store_global<2>(advance(address(base, offset + t * 8), in_base), 64 * WHOLE, v, is_stored);
-    }
-  }
 
  private:
   template <Reading READING, int N>

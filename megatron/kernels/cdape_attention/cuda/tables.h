@@ -15,8 +15,8 @@ struct Tables {
                                     int step) {
     UNROLL_FOR (int y = 0; y < Layout::ROWS; y++) {
       i32 row = minimum(Layout::find_row(y) + first_row, i32(rows - 1));
-      typename Layout::Widths widths = Layout::load(address(edge, row * EDGE_BYTES + Layout::locate_widths()),
-                                                    column * COLUMN_BYTES + step * 64);
+      typename Layout::Widths widths =
+          Layout::load(address(edge, row * EDGE_BYTES + Layout::locate_widths()), column * COLUMN_BYTES + step * 64);
       UNROLL_FOR (int n = 0; n < 2; n++)
         UNROLL_FOR (int x = 0; x < 4; x++)
           if (Layout::row_index(n, x) == y) hidden[n][x] = widths.of[Layout::width_index(n, x)];
@@ -86,8 +86,7 @@ struct Tables {
       UNROLL_FOR (int n = 0; n < 2; n++)
         UNROLL_FOR (int x = 0; x < 4; x++)
           if (Layout::row_index(n, x) == r)
-            hidden[n][x] =
-                select(is_at_edge(places, r, column), widths.of[Layout::width_index(n, x)], hidden[n][x]);
+            hidden[n][x] = select(is_at_edge(places, r, column), widths.of[Layout::width_index(n, x)], hidden[n][x]);
     }
   }
 
