@@ -82,7 +82,7 @@ def test_equals_the_softmax_and_its_gradient(
     outputs = (chunk.slice_rows(output), chunk.slice_rows(residue), statistics[..., chunk.first :])
     tensors = (logits, chunk.slice_columns(v), *outputs)
     with launch_context(v):
-        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (*tensors, None, None))
+        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (*tensors, None))
     assert output[:, :, : chunk.first].isnan().all()
     assert (chunk.slice_rows(residue) == 0).all()  # of float32
     assert statistics[..., : chunk.first].isnan().all()
@@ -134,7 +134,7 @@ def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pyt
     problem = replace(problem, dtype=v.dtype)
     with launch_context(v):
         launch_softmax(
-            _attend_fwd_kernel, "attend_fwd", problem, chunk, v, (logits, v, output, residue, statistics, None, None)
+            _attend_fwd_kernel, "attend_fwd", problem, chunk, v, (logits, v, output, residue, statistics, None)
         )
     assert (output == 1).all()
     assert (residue == 0).all()
