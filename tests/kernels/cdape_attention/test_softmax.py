@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron.kernels.cdape_attention import chunks, head_products, triton_mixer
 from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.configs import choose_attend_tile, choose_heads_tile
-from megatron.kernels.cdape_attention.head_products import launch_softmax
-from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
+from megatron.kernels.cdape_attention.head_products import AttentionOutput, average_values
 from megatron.kernels.cdape_attention.triton_mixer import compute_scores, softmax_backward
 from megatron.kernels.runtime import launch_context
 from tools.tolerances import assert_within_rounding
@@ -79,10 +78,8 @@ def test_equals_the_softmax_and_its_gradient(
 
     output, statistics = torch.empty_like(into), torch.empty(2, BATCH, HEADS, rows, device=device)
     residue = torch.empty_like(into)
-    outputs = (chunk.slice_rows(output), chunk.slice_rows(residue), statistics[..., chunk.first :])
-    tensors = (logits, chunk.slice_columns(v), *outputs)
     with launch_context(v):
-        launch_softmax(_attend_fwd_kernel, "attend_fwd", problem, chunk, v, (*tensors, None))
+        average_values(problem, chunk, logits, v, AttentionOutput(output, statistics, residue))
     assert output[:, :, : chunk.first].isnan().all()
     assert (chunk.slice_rows(residue) == 0).all()  # of float32
     assert statistics[..., : chunk.first].isnan().all()
@@ -133,9 +130,7 @@ def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pyt
     statistics = torch.empty(2, BATCH, HEADS, 3, device=device)
     problem = replace(problem, dtype=v.dtype)
     with launch_context(v):
-        launch_softmax(
-            _attend_fwd_kernel, "attend_fwd", problem, chunk, v, (logits, v, output, residue, statistics, None)
-        )
+        average_values(problem, chunk, logits, v, AttentionOutput(output, statistics, residue))
     assert (output == 1).all()
     assert (residue == 0).all()
     assert (statistics[1] == torch.tensor([2101.0, 2102.0, 2103.0], device=device)).all()
