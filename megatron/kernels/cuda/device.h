@@ -183,8 +183,8 @@ KERNEL_CODE Words<N> load_global(Address a, int constant) {
   *(Vector*)v.x = __ldg((const Vector*)(a.p + constant));
   return v;
 }
-// Copies words from global to shared memory without registers. They have arrived after `wait_for_copies`, for the
-// warp's own lanes, and after the next barrier for other warps.
+// Copies words from global to shared memory without registers. The warp that copies them may read them after
+// `wait_for_copies`, other warps after the next barrier.
 template <int N>
 KERNEL_CODE void copy_to_shared(SharedMemory s, i32 offset, Address a, int constant) {
   static_assert(N == 2, "other sizes have other instructions");

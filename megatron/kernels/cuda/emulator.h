@@ -60,17 +60,17 @@ typedef Lanes<bool> pred;
   Lanes<R> operator op(T a, const Lanes<T>& b) {               \
     return Lanes<T>(a) op b;                                   \
   }
-OPERATOR(T, +)
-OPERATOR(T, -)
-OPERATOR(T, *)
-OPERATOR(T, /) OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, <<) OPERATOR(T, >>) OPERATOR(T, %) OPERATOR(T, ^)
-    OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==) OPERATOR(bool, !=)
-        OPERATOR(bool, &&) OPERATOR(bool, ||)
+// clang-format off
+OPERATOR(T, +) OPERATOR(T, -) OPERATOR(T, *) OPERATOR(T, /) OPERATOR(T, %)
+OPERATOR(T, &) OPERATOR(T, |) OPERATOR(T, ^) OPERATOR(T, <<) OPERATOR(T, >>)
+OPERATOR(bool, <) OPERATOR(bool, <=) OPERATOR(bool, >) OPERATOR(bool, >=) OPERATOR(bool, ==) OPERATOR(bool, !=)
+OPERATOR(bool, &&) OPERATOR(bool, ||)
 #undef OPERATOR
-            template <class T>
-            Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) {
+template <class T>
+Lanes<T>& operator+=(Lanes<T>& a, const Lanes<T>& b) {
   return a = a + b;
 }
+// clang-format on
 
 inline i32 lane_id() {
   i32 r;

@@ -3,9 +3,9 @@
 //
 //   O = Σ_j exp2(L[j]·log2(e) - m)·V[j] / Σ      Σ = Σ_j exp2(L[j]·log2(e) - m)      m = max_j L[j]·log2(e)
 //
-// A thread keeps 2·d sums of the output with 32 rows, or d with 16 rows, up to half of its registers. The other phases
-// therefore load keys, tables and weights when they need them. With spilled registers instead, the blocks' stacks would
-// not fit in the L1 cache.
+// A thread keeps 2·d sums of the output with 32 rows, or d with 16 rows, in up to half of its registers. The other
+// phases therefore load keys, tables and weights when they need them. Loaded earlier, these would be spilled to stacks
+// that do not fit in the L1 cache.
 #pragma once
 #include "logits.h"
 #include "values.h"
@@ -13,8 +13,8 @@
 struct AttentionArgs {
   LogitInputs inputs;           // with 4 copies of the bias; copy x has distance n at entry bias_front + n + 3 - x
   const void* values;           // V, [H, …, d], from column 0 on
-  const void* sinks;            // float32 [H], or null: logits of keys without a value
-  const void* offsets;          // float32 [H, …], what the rows' logits lack compared with sinks, or null
+  const void* sinks;            // float32 [H], logits of keys without a value, or null
+  const void* offsets;          // float32 [H, …], subtracted from the sinks: row terms that the logits omit; or null
   void* output;                 // O, [H, …, d], from the chunk's first row on
   void* residue;                // rounding error of O, with the same strides, or null
   void* stats;                  // float32 [2, B, H, …], m and Σ
@@ -33,9 +33,10 @@ struct AverageValues {
   typedef typename G::Element Element;
   typedef typename L::R R;
   typedef typename L::Context Context;
-  // Groups of 16 columns are weighed as many at a time as registers hold.
-  static constexpr int GROUPS = G::COLUMNS < 32 ? 1 : 2, N_TILES = G::HEAD_DIM / 8;
-  static constexpr float LOG2E = 1.4426950408889634f, LOWEST = -1e30f;  // differences of finite numbers are defined
+  // Number of groups of 16 columns that are weighed together. Registers hold no more.
+  static constexpr int GROUPS = 2, N_TILES = G::HEAD_DIM / 8;
+  // Masked logits and the first maximum are LOWEST. They are finite, because the difference of two infinities is NaN.
+  static constexpr float LOG2E = 1.4426950408889634f, LOWEST = -1e30f;
   static_assert(G::PAIRS == G::WARPS, "a warp has the registers for one pair of heads");
 
   AttentionArgs args;
@@ -56,8 +57,8 @@ struct AverageValues {
               Address at = advance(address(args.offsets, row * 4), (long long)known * args.stats_stride);
               sink = sink - as_f32(load_global<1>(at, 0).x[0]);
             }
-            // If the maximum were lower, hidden columns could raise it, and the rounding of their logits would
-            // overflow.
+            // A lower maximum would be raised by masked columns. The rounding error of their LOWEST * LOG2E would then
+            // be their exponent, and overflow.
             first = select(sink * LOG2E < LOWEST, f32(LOWEST), sink * LOG2E);
             total = select(t == 0, f32(1.0f), f32(0.0f));
           }
@@ -106,22 +107,22 @@ struct AverageValues {
           store_global<1>(to_stats, 0, Words<1>{as_u32(highest[h][tile][r])}, is_stored && t == 0);
           store_global<1>(advance(to_stats, args.total_offset), 0, Words<1>{as_u32(total)}, is_stored && t == 0);
           const long long in_output = (long long)head * args.output_stride + (long long)row * args.output_row;
-          OutputRow<G> output, rest;
+          OutputRow<G> output, residue;
           UNROLL_FOR (int n = 0; n < N_TILES; n += 2)
             UNROLL_FOR (int side = 0; side < 2; side++) {
               f32 low = sums[h][tile][n][2 * r + side] / total, high = sums[h][tile][n + 1][2 * r + side] / total;
               u32& word = output.word[side][n / 2];
               word = Element::pack(low, high);
-              rest.word[side][n / 2] = Element::pack(low - Element::low(word), high - Element::high(word));
+              residue.word[side][n / 2] = Element::pack(low - Element::low(word), high - Element::high(word));
             }
           output.store(args.output, in_output, g * args.output_row, is_stored);
-          if (args.residue != nullptr) rest.store(args.residue, in_output, g * args.output_row, is_stored);
+          if (args.residue != nullptr) residue.store(args.residue, in_output, g * args.output_row, is_stored);
         }
   }
 
  private:
-  // Loads the logits of a pair of heads, `row` + g, and four columns of a group. MASKED: those that the row does not
-  // see are LOWEST.
+  // Loads the logits of a pair of heads in row `row` + g and the lane's four columns of a group. MASKED: logits of
+  // columns that the row does not see are LOWEST.
   template <bool MASKED>
   static KERNEL_CODE void load_logits(f32 (&logits)[2][4], const Context& c, int row, int first, int group) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;

@@ -50,8 +50,8 @@ struct Diagonals {
     if (jj < 7) Element::multiply_k8(high, shift.high[0], shift.high[1], b1);
   }
 
-  // Stores a warp's sums of a slice of the width, and with the first slice those of the logits. Row x has the distance
-  // of the warp's first row and last column, plus x - 7.
+  // Stores a warp's sums of a slice of the width, and with the first slice those of the logits. Row x of the sums
+  // belongs to the distance of the warp's first row and last column, plus x.
   template <int N_TILES>
   static KERNEL_CODE void store(SharedMemory memory, int warp, const f32 (&du)[2][N_TILES][4], const f32 (&db)[2][2][4],
                                 int slice) {

@@ -1,8 +1,9 @@
 // Division of CDAPE's work within a thread block.
 //
 // A block processes 32 query rows of a sequence with all heads, in tiles of 32 key columns with 8 warps, or of 16
-// columns with 4 warps. If 32 rows of all heads do not fit in shared memory, it processes 16 rows in tiles of 64 or 32
-// columns. Heads are padded to one or two groups of 16, and p = k//2 columns are read to either side.
+// columns with 4 warps. If 32 rows of all heads do not fit in shared memory, or their output in registers, it processes
+// 16 rows in tiles of 64 or 32 columns. Heads are padded to one or two groups of 16, and p = k//2 columns are read to
+// either side.
 //
 // Registers hold the weights of a slice of the processor's width: 16 heads and 32 widths, 32 heads and 16 widths, or
 // less with more taps. The width is padded to whole slices. The processor's contribution to the logits is a sum over
@@ -44,11 +45,12 @@ struct Geometry {
   static constexpr int QUERY_BYTES = ROWS * HEADS * ROW_BYTES, WARP_ROWS = ROWS / WARPS;
   // With 16 rows, a warp computes scores for two groups of 16 columns at a time.
   static constexpr int GROUPS = 2 / ROW_TILES;
-  static_assert(ROW_TILES == 1 || ROW_TILES == 2, "scores are of two row tiles, or of one and twice the columns");
+  static_assert(ROW_TILES == 1 || ROW_TILES == 2,
+                "a warp computes scores of two row tiles, or of one with twice the columns");
   static_assert(COLUMNS == 16 || COLUMNS == 32 || COLUMNS == 64, "strides in shared memory are for these tiles");
-  static_assert(WARPS == 4 || WARPS == 8, "heads are divided among so many");
-  static_assert(HEADS == 16 || HEADS == 32, "a part's weights are as many for both");
-  static_assert(WIDTH % (8 * PART_TILES) == 0, "parts are whole");
+  static_assert(WARPS == 4 || WARPS == 8, "heads are divided among 4 or 8 warps");
+  static_assert(HEADS == 16 || HEADS == 32, "a part has as many weights with one group of heads as with two");
+  static_assert(WIDTH % (8 * PART_TILES) == 0, "the width is a multiple of a part's");
   static_assert(!GATED || (HEADS == 16 && WIDTH == 32), "gates have terms of 32 widths of one group");
   static_assert(HEAD_DIM % 16 == 0, "a product takes 16 of a head's dimensions");
 

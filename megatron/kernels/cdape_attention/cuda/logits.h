@@ -5,8 +5,8 @@
 //   L[j] = S[j] + bias[i - j] + Σ_t W2[t]·LeakyReLU(hidden[j + t - p])
 //
 // (DAPE V2, equation 5; b1 is part of U and E, b2 of the bias, which the last phase adds.) Scores are never stored in
-// global memory. If registers allow it, all global loads of a tile are issued one tile, or half a tile, before their
-// use. Few warps fit on a multiprocessor, and all of them would wait for the loads together.
+// global memory. Few warps fit on a multiprocessor, and all of them would wait for loads together. If registers allow
+// it, keys are therefore loaded a tile, and U half a tile, before their use.
 #pragma once
 #include "runs.h"
 #include "scores.h"
@@ -34,9 +34,9 @@ struct LogitInputs {
   }
 };
 
-// BY_ROWS: the last phase reads words by rows and columns instead of columns and pairs. RELOADS: weights are loaded for
-// each tile, as with slices, so that other phases can use their registers. PREFETCHES: keys and U are loaded one phase
-// or more before their use, into registers that the last phase does not need.
+// BY_ROWS: the last phase reads words by rows and columns instead of columns and pairs. RELOADS: weights are loaded
+// again for each tile, as slices require, so that other phases can use their registers. PREFETCHES: keys and U are
+// loaded at least a phase before their use, into registers that the last phase does not need.
 template <class G_, bool BY_ROWS, bool RELOADS = (G_::SLICES > 1), bool PREFETCHES = true>
 struct Logits {
   typedef G_ G;
@@ -46,13 +46,13 @@ struct Logits {
   typedef GateTerms<G> Gates;
   typedef Runs<G, Exchange, BY_ROWS> R;
   static constexpr int PADDING = G::PADDING, TAPS = G::TAPS, COLUMNS = G::COLUMNS, NUM_THREADS = 32 * G::WARPS;
-  // With more than three taps, several slices or gates leave fewer registers for keys and scores.
+  // With more than three taps, several slices or gates leave fewer registers for keys.
   static constexpr bool IS_TIGHT = TAPS > 3 && (G::SLICES > 1 || G::GATED);
-  // Number of the warp's four heads whose next keys are prefetched into registers while a tile is mixed: those that fit
-  // in 64 registers, or in 32.
+  // Number of heads whose next keys are prefetched while a tile is mixed: as many as fit in SPARE registers. Without
+  // prefetching, registers hold the keys of all four heads of the warp.
   static constexpr int KEY_WORDS = G::HEAD_DIM / 4 * G::GROUPS, SPARE = IS_TIGHT ? 32 : 64;
   static constexpr int HELD = !PREFETCHES || 4 * KEY_WORDS <= SPARE ? 4 : 2 * KEY_WORDS <= SPARE ? 2 : 1;
-  static_assert(PREFETCHES || G::HEAD_GROUPS == 1, "the keys of a tile are loaded together");
+  static_assert(PREFETCHES || G::HEAD_GROUPS == 1, "without prefetching, all of a tile's keys are loaded together");
   static constexpr int MEMORY_BYTES = G::QUERY_BYTES + W::MEMORY_BYTES + R::MEMORY_BYTES;
 
   struct State {

@@ -18,8 +18,8 @@
 
 template <class G, bool SCORES, bool WEIGHTS>
 struct MixerBackward {
-  static_assert(SCORES != WEIGHTS, "a kernel returns one of both");
-  static_assert(G::HEAD_GROUPS == 1, "weights are of 16 heads");
+  static_assert(SCORES != WEIGHTS, "a kernel returns either dS or the gradients of the weights");
+  static_assert(G::HEAD_GROUPS == 1, "the gradients of weights are those of 16 heads");
   typedef typename G::Element Element;
   typedef MixerBackwardContext Context;
   typedef MixerBackwardInputs<G> Inputs;

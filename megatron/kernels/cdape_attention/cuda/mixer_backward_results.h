@@ -80,7 +80,7 @@ struct MixerBackwardResults {
                                         Context& c, SharedMemory memory) {
     constexpr int TAPS = G::TAPS, COUNT = 2 * TAPS * N_TILES, WARP_BYTES = COUNT * 512;
     constexpr int MEMORY_BYTES = G::QUERY_BYTES + 2 * PairWindow<G>::MEMORY_BYTES;
-    static_assert(G::WARPS * WARP_BYTES <= MEMORY_BYTES, "the warps' sums take the place of a tile");
+    static_assert(G::WARPS * WARP_BYTES <= MEMORY_BYTES, "the warps' sums fit in the memory of a tile");
     i32 lane = lane_id();
     barrier(memory);
     UNROLL_FOR (int which = 0; which < 2; which++)

@@ -1,4 +1,5 @@
-// Forward pass of CDAPE's processor: computes the logits of a block's query rows (`logits.h`) and stores them.
+// Logits of CDAPE's attention for a block's query rows: computes them (`logits.h`) and stores them, for sizes that
+// `attention.h` does not support and for a map after the softmax.
 #pragma once
 #include "logits.h"
 
@@ -9,7 +10,7 @@ struct MixerForwardArgs {
 };
 
 // Stores logits. A warp stores an equal share of a tile's rows; in tiles of 64 columns, twice that share and half of
-// the columns. A lane stores 4 columns of a pair, and then, in tiles of more than 16 columns, those of pair + 4.
+// the columns. A lane stores 4 columns of a pair of heads, then those of the pair PAIRS_AT_ONCE further, and so on.
 template <class G>
 struct StoreLogits {
   typedef Logits<G, false> L;
@@ -17,6 +18,7 @@ struct StoreLogits {
   typedef typename L::Context Context;
   static constexpr int PARTS = G::COLUMNS == 64 ? 2 : 1, CHUNKS = G::COLUMNS / PARTS / 4, PAIRS_AT_ONCE = 32 / CHUNKS;
   static constexpr int HEADS_AT_ONCE = 2 * PAIRS_AT_ONCE, WARP_ROWS = G::WARP_ROWS * PARTS;
+  static_assert(!G::GATED, "the bias is read by distance");
   void* map;
   Address logits[2];  // next tile, in the warp's first row, for both heads of the lane's pair
 
@@ -40,30 +42,30 @@ struct StoreLogits {
     const int first_row = find_row(c.warp);
     const long long row_bytes = (long long)c.in.scores.columns * 4, head_bytes = c.in.scores.rows * row_bytes;
     i32 chunk = find_chunk(c.warp), pair = find_pair();
-    // Bias by distance, from 4 below the distance of the first row and the lane's first column on; or bias by column.
-    const int distance = G::GATED ? first : c.position() + first_row - first - 4 + c.in.bias_front;
-    Address biases = address(c.in.bias, pair * (8 * c.in.bias_stride) + (G::GATED ? chunk * 16 : chunk * -16));
-    UNROLL_FOR (int upper = 0; upper < G::PAIRS / PAIRS_AT_ONCE; upper++) {
+    // The bias begins 4 distances below that of the first row and the lane's first column.
+    const int distance = c.position() + first_row - first - 4 + c.in.bias_front;
+    Address biases = address(c.in.bias, pair * (8 * c.in.bias_stride) + chunk * -16);
+    UNROLL_FOR (int turn = 0; turn < G::PAIRS / PAIRS_AT_ONCE; turn++) {
       f32 bias[2][WARP_ROWS + 4];
       Address to[2];
       UNROLL_FOR (int h = 0; h < 2; h++) {
-        const long long entry = (long long)(HEADS_AT_ONCE * upper + h) * c.in.bias_stride + distance;
+        const long long entry = (long long)(HEADS_AT_ONCE * turn + h) * c.in.bias_stride + distance;
         Address from = advance(biases, entry * 4);
-        UNROLL_FOR (int x = 0; x < (G::GATED ? 4 : WARP_ROWS + 4); x += 4) {
+        UNROLL_FOR (int x = 0; x < WARP_ROWS + 4; x += 4) {
           Words<4> v = load_global<4>(from, x * 4);
           UNROLL_FOR (int y = 0; y < 4; y++) bias[h][x + y] = as_f32(v.x[y]);
         }
-        to[h] = advance(logits[h], HEADS_AT_ONCE * upper * head_bytes);
+        to[h] = advance(logits[h], HEADS_AT_ONCE * turn * head_bytes);
       }
       UNROLL_FOR (int r = 0; r < WARP_ROWS; r++) {
         const int row = first_row + r;
-        i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + PAIRS_AT_ONCE * upper * R::PAIR_STRIDE * 4);
+        i32 at = pair * (R::PAIR_STRIDE * 4) + (R::row_offset(row) + PAIRS_AT_ONCE * turn * R::PAIR_STRIDE * 4);
         f32 sums[2][4];
         L::load(sums, c.sums, at, chunk);
         UNROLL_FOR (int h = 0; h < 2; h++) {
           Words<4> v;
-          UNROLL_FOR (int y = 0; y < 4; y++) v.x[y] = as_u32(sums[h][y] + bias[h][G::GATED ? y : 4 + r - y]);
-          pred is_stored = pair * 2 + (HEADS_AT_ONCE * upper + h) < c.in.scores.heads;
+          UNROLL_FOR (int y = 0; y < 4; y++) v.x[y] = as_u32(sums[h][y] + bias[h][4 + r - y]);
+          pred is_stored = pair * 2 + (HEADS_AT_ONCE * turn + h) < c.in.scores.heads;
           if (MASKED)
             is_stored = is_stored && chunk * 4 + first <= c.position() + row && c.first_row + row < c.in.scores.rows;
           if (MASKED && G::LOCAL) is_stored = is_stored && chunk * 4 + first >= 0;

@@ -62,7 +62,8 @@ struct Runs {
     }
   }
 
-  // Passes the contribution to the next run's first 2p columns on: column 8 + y of this run is sums[(8 + y) % TAPS].
+  // Passes on the contributions to the next run's first 2p columns, which are columns 8 + y of this run: sums[(8 + y) %
+  // TAPS].
   static KERNEL_CODE void pass_on(SharedMemory memory, i32 lane_offset, Column (&carry)[CARRY],
                                   const f32 (&sums)[G::TAPS][TILES][4], int run, bool is_edge) {
     const bool is_last = run == G::RUNS - 1;

@@ -16,17 +16,17 @@ struct Tiles {
 
 struct RowSpans {
   const void* document_starts;  // int32 [rows], positions at which the rows' documents begin; null if all are 0
-  long long batch;              // bytes from one sequence to the next
+  long long starts_batch;       // bytes from one sequence's document starts to the next
   int rows, columns;            // rows of the chunk, and columns that its last row sees
   int position;                 // column of the chunk's first row; row r sees columns up to position + r
   int window, origin;           // LOCAL: maximum number of columns that a row sees; position of column 0
   int edge_position;            // LOCAL: position in a document of E's first row
 
   KERNEL_CODE void select_sequence(int index) {
-    if (document_starts != nullptr) document_starts = (const char*)document_starts + index * batch;
+    if (document_starts != nullptr) document_starts = (const char*)document_starts + index * starts_batch;
   }
 
-  // Column at which a row's document begins. Rows after the last have the last row's.
+  // Column at which a row's document begins. For rows after the last, that of the last row.
   KERNEL_CODE int find_document(int row) const {
     return (document_starts == nullptr ? 0 : load_uniform(document_starts, row < rows ? row : rows - 1)) - origin;
   }

@@ -1,9 +1,9 @@
 // Values as factors of a product with K = 16 columns, and rows of its result.
 //
 // A factor's word has two columns of one dimension. A lane therefore loads the same dimensions of four adjacent
-// columns, those whose weights lane t has, and pairs them in its registers. Eight lanes divide a row in spans of 64
-// dimensions, and the rest in one of 32 and one of 16: lane n has 8, 4 or 2 adjacent dimensions of a span, one for each
-// n-tile. The lane t of a result has the dimensions of lanes 2t and 2t + 1.
+// columns, those whose weights lane t has, and pairs them in its registers. A row is divided into spans of 64
+// dimensions, followed by one of 32 and one of 16 if the dimensions require them. Lane g has 8, 4 or 2 adjacent
+// dimensions of a span, one in each n-tile. Lane t of a result has the dimensions of lanes g = 2t and 2t + 1.
 #pragma once
 #include "geometry.h"
 
@@ -21,8 +21,8 @@ struct ValueRows {
   typedef ValueSpans<G> Spans;
   u32 word[4][Spans::WORDS];
 
-  // Loads the values of the group of columns that begins at `first`. MASKED: columns may be outside of 0 … `last`, and
-  // the nearest values inside are loaded for them.
+  // Loads the values of the group of columns that begins at `first`. MASKED: for columns outside of 0 … `last`, the
+  // nearest values inside are loaded.
   template <bool MASKED>
   KERNEL_CODE void load(const void* values, long long head, int first, int last) {
     i32 lane = lane_id(), g = lane / 4, t = lane % 4;
@@ -53,7 +53,8 @@ struct ValueRows {
   }
 };
 
-// A lane's dimensions of a row of the result, as words of n-tiles 2w and 2w + 1: those of lanes 2t (side 0) and 2t + 1.
+// A lane's dimensions of a row of the result, as words of n-tiles 2w and 2w + 1: those of lanes g = 2t
+// (side 0) and 2t + 1 (side 1).
 template <class G>
 struct OutputRow {
   typedef ValueSpans<G> Spans;
