@@ -314,10 +314,10 @@ def compute_true_logits(inputs: ChunkInputs, shape: Shape) -> tuple[Tensor, Tens
         size = size + torch.einsum("bhij,hd->bijd", taken.abs(), w1[tap].abs())
     hidden, size = (torch.where(is_alive[..., None], x, 0.0) for x in (hidden, size))
     active = torch.where(hidden > 0, hidden, (1.0 if shape.is_linear else SLOPE) * hidden)
-    # Both factors, U and the scores, were rounded, then the hidden value, and what the slope made of it.
+    # Both factors, U and the scores, were rounded, then the hidden value and its product with the slope.
     doubt = (2 * size + 2 * hidden.abs()) * EXCHANGE_ROUNDING + TINY
     logits, bound = scores.clone(), scores.abs() * EXCHANGE_ROUNDING
-    more = count_slices(operands) - 1  # slices, which add to what those before made
+    more = count_slices(operands) - 1  # slices that add to the sums of earlier ones
     bound = bound * (1 + more)
     wide, wide_doubt = pad(active, (0, 0, padding, 0)), pad(doubt, (0, 0, padding, 0))
     corrections = torch.zeros_like(scores)
@@ -325,7 +325,7 @@ def compute_true_logits(inputs: ChunkInputs, shape: Shape) -> tuple[Tensor, Tens
         corrections += torch.einsum("bijd,dh->bhij", wide[:, :, tap : tap + columns], w2[tap])
         bound += torch.einsum("bijd,dh->bhij", wide_doubt[:, :, tap : tap + columns], w2[tap].abs())
         part = torch.einsum("bijd,dh->bhij", wide[:, :, tap : tap + columns].abs(), w2[tap].abs())
-        bound += part * EXCHANGE_ROUNDING * (1 + 2 * more)  # what a run passes on is rounded apart
+        bound += part * EXCHANGE_ROUNDING * (1 + 2 * more)  # a run's contribution to the next run is rounded separately
     logits += corrections
     bound += logits.abs() * EXCHANGE_ROUNDING + TINY
     logits += operands.weights.b2[0, :heads, None, None].double()

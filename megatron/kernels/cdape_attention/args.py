@@ -24,7 +24,7 @@ class CdapeArgs(NamedTuple):
     """
 
     q: Tensor
-    """Queries [B, H, R, d], already rotated if at all."""
+    """Queries [B, H, R, d], after any rotation."""
     k: Tensor
     """Keys [B, H, C, d] of q's type, C ≥ offset + R; later columns are not read."""
     v: Tensor

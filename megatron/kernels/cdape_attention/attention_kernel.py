@@ -8,7 +8,7 @@ import ctypes
 from torch import Tensor
 
 from megatron.kernels.cdape_attention.geometry import (
-    BACKWARD_LIMITS,
+    SIZE_LIMITS,
     WIDTH,
     KernelFamily,
     KernelForm,
@@ -29,7 +29,7 @@ def _count_bytes(tile: Tile, form: KernelForm) -> int:
 
 
 def _fits_registers(tile: Tile, form: KernelForm) -> bool:
-    """Return True with 16 rows; with 32, a thread holds twice as much of the output beside the weights and sums."""
+    """Return True if a thread has registers for the output of its rows, of which it has twice as many with 32 rows."""
     return tile.rows == 16 or (form.dim <= 64 and form.kernel_size <= 3 and form.width <= WIDTH)
 
 
@@ -37,7 +37,7 @@ ATTENTION_KERNELS = KernelFamily(
     *("attention.h", "Attention<{}>", "AttentionArgs"),
     (Tile(32, 32), Tile(16, 64)),
     _count_bytes,
-    BACKWARD_LIMITS,
+    SIZE_LIMITS,
     _fits_registers,
 )
 """Kernels for the forward pass."""
@@ -69,7 +69,7 @@ def compute_attention(
     Args:
         values: values [B, H, C or more, d]; the last two dimensions are contiguous.
         sinks: logits of keys without a value, float32 [H], or None.
-        offsets: row terms that the logits omit compared with sinks, float32 [B, H, R] with the strides of the
+        offsets: row terms that the logits omit, to subtract from the sinks: float32 [B, H, R] with the strides of the
             statistics, or None.
         attended: results to write for the chunk's rows.
         kernel: a kernel of `ATTENTION_KERNELS`.

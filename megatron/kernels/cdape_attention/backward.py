@@ -2,8 +2,8 @@
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, N distances, D processor width, k kernel size, p =
 k//2. BLOCK_H, BLOCK_D: H and D padded for `tl.dot`; BLOCK_KC: k·CHANNELS padded. Tiles are those of `skewed_tiles.py`,
-maps those of `scores.py`. Every sum over rows, batch and programs has a fixed order: a program sums its own rows, and
-PyTorch sums the programs. No atomics.
+maps those of `scores.py`. Every sum over rows, batch and programs has a fixed order: a program sums its own rows, and a
+later kernel adds the programs' sums (`partial_sums.py`). There are no atomics.
 """
 
 import triton
@@ -200,7 +200,7 @@ def _processor_bwd_kernel(
     dscores_ptr,  # [B, H, R, C] compute type, written where a row sees a column
     dbias_contributions_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p) + p, D] float32, by distance from −p
     dbias_ptr,  # partial sums [programs, blocks·(BLOCK_N − 2p), H] float32, by distance
-    dedge_ptr,  # [B, R, p, D] float32, holds zeros before
+    dedge_ptr,  # [B, R, p, D] float32, initially zero
     document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
@@ -370,7 +370,6 @@ def _processor_bwd_dw_kernel(
     edge_row,
     window,
     split_blocks,
-    H: tl.constexpr,
     CHANNELS: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,

@@ -78,9 +78,10 @@ class BiasProduct:
         return product[..., first : first + self.rows, width * (1 + column) : width * (2 + column)]
 
     def pair_edge_gradients(self, gradient: Tensor, partial: Tensor, first_row: int) -> list[tuple[Tensor, Tensor]]:
-        """Return totals and partial results: where the gradient of E of a chunk's rows goes, and [B, rows, D].
+        """Return pairs of a total and its partial results for the gradient of E of a chunk's rows.
 
-        The partial results are those of the sequences. No other chunk has these rows.
+        A total [rows, D] is part of `gradient`. The partial results [B, rows, D] are those of the sequences. No other
+        chunk has these rows.
 
         Args:
             gradient: one layer's slice of the result of `allocate_gradient`.

@@ -109,7 +109,6 @@ def build_processor_constants(
 ) -> dict[str, Any]:
     """Return the constants of a processor kernel; `is_linear`: without an activation (`weights.WeightShape`)."""
     constants = {
-        "H": heads,
         "CHANNELS": count_padded_channels(heads),
         "D": width,
         "K": kernel_size,
@@ -121,7 +120,7 @@ def build_processor_constants(
     }
     if kernel == "mix_bwd_dw":
         return constants | {"BLOCK_KC": pad_for_dot(kernel_size * count_padded_channels(heads))}
-    return constants | {"BLOCK_H": pad_for_dot(heads), "HAS_BIAS": has_bias}
+    return constants | {"H": heads, "BLOCK_H": pad_for_dot(heads), "HAS_BIAS": has_bias}
 
 
 @cache

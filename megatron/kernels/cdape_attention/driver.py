@@ -25,9 +25,9 @@ from megatron.kernels.cdape_attention.triton_mixer import (
     ChunkMaps,
     compute_scores,
     differentiate_processor,
+    differentiate_softmax,
     differentiate_weights,
     process_scores,
-    softmax_backward,
 )
 
 
@@ -133,7 +133,7 @@ def backward(
     def differentiate_logits(chunk: Chunk, logits: Tensor, results: tuple[Tensor, Tensor]) -> None:
         """Write P, or P' with a map after the softmax, and dL."""
         if dmap is None:
-            softmax_backward(problem, chunk, logits, v, dout, (stats, means), results)
+            differentiate_softmax(problem, chunk, logits, v, dout, (stats, means), results)
         else:
             own = problem, chunk, logits, v, contiguous_dout, (stats, means), results
             dmap.add_(differentiate_mapped_softmax(*own))

@@ -103,7 +103,7 @@ DO_NOT_SPECIALIZE = ["R", "C", "first_row", "first_column", "edge_start", "edge_
 def _processor_fwd_kernel(
     scores_ptr,  # [B, R, C, CHANNELS] compute type, zero in channels beyond H
     logits_ptr,  # [B, H, R, C] float32, written where a row sees a column
-    bias_contributions_ptr,  # [p + N + rows·p, D] float32, from bias_term.compute_bias_contributions
+    bias_contributions_ptr,  # [p + N + rows·p, D] float32, from bias_product.BiasProduct
     bias_ptr,  # [H, bias_count] float32, added to the logits
     w1_ptr,  # [k, BLOCK_H, BLOCK_D] compute type
     w2_ptr,  # [k, BLOCK_D, BLOCK_H] compute type

@@ -3,7 +3,7 @@
 From such a bias Conv1 computes a vector of the row plus a vector of the column, unless some taps are outside of the
 columns that the row sees. E has the values of these exceptions in 4p columns of each row: 2p around the first column
 that it sees, f (f − p … f + p − 1), and 2p around its last (i − p + 1 … i + p). `gate_kernels.py` computes the terms of
-a chunk, and the gradients of a call, with one launch each.
+a chunk in one launch, and the gradients of a call in two.
 
 B batch, H heads, R query rows, C key columns, D processor width, k kernel size, p = k//2. The kernels pad H to 16 and D
 to 32.

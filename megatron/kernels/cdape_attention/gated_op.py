@@ -73,7 +73,7 @@ def describe_unsupported(
     columns: int,
     offset: int = 0,
 ) -> str | None:
-    """Explain why the kernels support a call on no GPU, or return None if some GPU supports it."""
+    """Explain why the kernels do not support a call on any GPU, or return None if they support it on some GPU."""
     if dtype not in ELEMENTS:
         return f"a gate's bias before a processor in {dtype}"
     shape = get_weight_shape(heads, width, kernel_size, False)

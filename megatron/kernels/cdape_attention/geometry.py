@@ -87,8 +87,8 @@ class SizeLimit(NamedTuple):
         return kernel_size <= self.kernel_size and heads <= self.heads and width <= self.width
 
 
-BACKWARD_LIMITS = (SizeLimit(7, HEADS, WIDTH), SizeLimit(5, HEADS, 2 * WIDTH))
-"""Limits of the kernels of the backward pass. The kernel for logits supports more."""
+SIZE_LIMITS = (SizeLimit(7, HEADS, WIDTH), SizeLimit(5, HEADS, 2 * WIDTH))
+"""Limits of all kernels. The kernel for logits also supports more heads."""
 
 
 def pad_sizes(heads: int, width: int) -> tuple[int, int]:
@@ -113,7 +113,7 @@ class KernelFamily(NamedTuple):
     """Function that returns the shared memory of a block without the kept tensors, in bytes."""
     limits: tuple[SizeLimit, ...]
     fits_registers: Callable[[Tile, KernelForm], bool] = lambda tile, form: True
-    """Function that returns True if a tile is for sizes whose sums its warps can hold in registers."""
+    """Function that returns True if registers hold the sums of a tile for these sizes."""
 
     def covers(self, form: KernelForm) -> bool:
         """Return True if the sizes are within one of `limits`."""

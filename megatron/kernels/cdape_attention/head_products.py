@@ -1,4 +1,4 @@
-"""Softmax and products of a chunk's maps with rows of heads, by Triton kernels that both kinds of mixer use.
+"""Softmax of a chunk's logits, and products of its maps with rows of heads: Triton kernels that CUDA kernels need, too.
 
 B batch, H heads, R query rows of a chunk, C columns of its maps, d head dimension.
 

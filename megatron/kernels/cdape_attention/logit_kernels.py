@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron.kernels.cdape_attention.gate_terms import GateInputs
 from megatron.kernels.cdape_attention.geometry import (
-    BACKWARD_LIMITS,
     HEADS,
+    SIZE_LIMITS,
     WIDTH,
     KernelFamily,
     KernelForm,
@@ -38,7 +38,7 @@ LOGIT_KERNELS = KernelFamily(
     *("mixer_forward.h", "MixerForward<{}>", "MixerForwardArgs"),
     (Tile(32, 16), Tile(32, 32), Tile(16, 64), Tile(16, 32)),
     _count_forward_bytes,
-    (*BACKWARD_LIMITS, SizeLimit(3, 2 * HEADS, WIDTH)),
+    (*SIZE_LIMITS, SizeLimit(3, 2 * HEADS, WIDTH)),
 )
 """Kernels for logits. For other sizes, Triton's kernels need no more instructions (README.md)."""
 
@@ -117,7 +117,7 @@ LOGIT_GRADIENT_KERNELS = KernelFamily(
     *("logit_gradient.h", "LogitGradient<{}, {}>", "LogitGradientArgs"),
     (Tile(32, 32, 2), Tile(16, 64, 2), Tile(16, 64, 1), Tile(16, 32, 1)),
     _count_gradient_bytes,
-    BACKWARD_LIMITS,
+    SIZE_LIMITS,
 )
 
 

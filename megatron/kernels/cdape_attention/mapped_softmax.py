@@ -103,11 +103,11 @@ def compute_softmax(
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _map_weights_kernel(
-    logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
+    logits_ptr,  # [B, H, R, C] float32; entries that a row does not see have no effect
     head_map_ptr,  # M, [H, H] float32
     weights_ptr,  # [B, H, R, C] compute type, P', written where a row sees a column
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
-    sinks_ptr,  # [H] float32, or None: keys with these logits and no value, which the stats count
+    sinks_ptr,  # [H] float32, or None: keys with these logits and no value, which the stats include
     document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
@@ -155,7 +155,7 @@ def load_weight_gradients(dweights_ptr, columns, columns_seen, CHANNELS: tl.cons
 
 @triton.jit(do_not_specialize=[*DO_NOT_SPECIALIZE, "pair_stride"])
 def _differentiate_mapped_kernel(
-    logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
+    logits_ptr,  # [B, H, R, C] float32; entries that a row does not see have no effect
     dweights_ptr,  # dP', [B, R, C, CHANNELS] compute type, zero in channels beyond H
     head_map_ptr,  # M, [H, H] float32
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row

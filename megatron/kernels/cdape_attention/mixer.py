@@ -1,4 +1,4 @@
-"""Backward pass of the score processor by CUDA kernels (`cuda/mixer_backward.h`).
+"""Backward pass of the score processor by CUDA kernels (`cuda/mixer_backward.h`), and inputs of all CUDA kernels.
 
 B batch, H heads, R query rows of a chunk, C columns of its maps, N distances, D processor width, k kernel size,
 p = k//2. The kernels pad H to 16 and D to a multiple of 32.
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron.kernels.cdape_attention.gate_terms import GateInputs, GateOperands
 from megatron.kernels.cdape_attention.geometry import (
-    BACKWARD_LIMITS,
     ELEMENTS,
     HEADS,
+    SIZE_LIMITS,
     WIDTH,
     KernelFamily,
     KernelForm,
@@ -62,13 +62,13 @@ SCORE_GRADIENT_KERNELS = KernelFamily(
     *("mixer_backward.h", "MixerBackward<{}, true, false>", "MixerBackwardArgs"),
     TILES,
     _count_scores_bytes,
-    BACKWARD_LIMITS,
+    SIZE_LIMITS,
 )
 WEIGHT_GRADIENT_KERNELS = KernelFamily(
     *("mixer_backward.h", "MixerBackward<{}, false, true>", "MixerBackwardArgs"),
     TILES,
     _count_weights_bytes,
-    BACKWARD_LIMITS,
+    SIZE_LIMITS,
 )
 
 
@@ -77,10 +77,10 @@ Launch = Callable[[CudaKernel, tuple[int, int], ctypes.Structure], None]
 
 
 class ScoreInputs(ctypes.Structure):
-    """Inputs of scores, as declared in `cuda/scores.h`."""
+    """Inputs of scores, as declared in `cuda/scores.h` and `cuda/spans.h`."""
 
     _fields_ = (
-        *(("document_starts", ctypes.c_void_p), ("first_keys_batch", ctypes.c_longlong)),
+        *(("document_starts", ctypes.c_void_p), ("starts_batch", ctypes.c_longlong)),
         *((name, ctypes.c_int) for name in ("rows", "columns", "position", "window", "origin", "edge_position")),
         *((name, ctypes.c_void_p) for name in ("q", "k")),
         *((name, ctypes.c_int) for name in ("q_stride", "k_stride", "q_row", "heads")),
@@ -88,7 +88,7 @@ class ScoreInputs(ctypes.Structure):
 
 
 class MixerBackwardArgs(ctypes.Structure):
-    """Arguments of both kernels, as declared in `cuda/mixer_backward.h`."""
+    """Arguments of both kernels, as declared in `cuda/mixer_backward_inputs.h`."""
 
     _fields_ = (
         ("scores", ScoreInputs),
@@ -176,17 +176,15 @@ def is_supported(
     dtype: torch.dtype,
     dim: int,
     columns: int,
-    limits: tuple[SizeLimit, ...] = SCORE_GRADIENT_KERNELS.limits,
+    limits: tuple[SizeLimit, ...] = SIZE_LIMITS,
 ) -> bool:
     """Return True if some GPU has kernels for these shapes, and the processor is within one of `limits`.
 
     Kernels support half precision and head dimensions that are multiples of 16. Fewer heads or widths are padded. With
-    at most half of both, or at most 8 heads and a width above 32, Triton's kernels need no more instructions
-    (README.md).
+    up to 8 heads and a width of up to 16 or above 32, Triton's kernels need no more instructions (README.md).
 
     Args:
-        limits: limits of a `KernelFamily`. Backward kernels, the default, support fewer sizes than the kernel for
-            logits.
+        limits: limits of a `KernelFamily`.
     """
     return (
         dtype in ELEMENTS

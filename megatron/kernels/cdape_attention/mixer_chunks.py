@@ -1,4 +1,4 @@
-"""Score processor of a chunk by the CUDA kernels: their choice, their inputs, and where their sums go.
+"""Attention of a chunk by the CUDA kernels: their choice, their inputs, and where their results and sums go.
 
 B batch, H heads, R query rows of a chunk, C columns of its maps.
 """
@@ -39,7 +39,7 @@ def list_backward_kernels(problem: CdapeProblem) -> tuple[KernelFamily, ...]:
 def choose_kernels(
     problem: CdapeProblem, chunk: Chunk, k: Tensor, families: tuple[KernelFamily, ...]
 ) -> tuple[MixerKernel, ...] | None:
-    """Return the CUDA kernels for this chunk, or None if Triton's are faster or a kernel does not fit the GPU."""
+    """Return the CUDA kernels for this chunk, or None if Triton's are faster or one of them does not support it."""
     if not (problem.uses_mixer and k.is_cuda):
         return None
     batch, _, _, dim = k.shape

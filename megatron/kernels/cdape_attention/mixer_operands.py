@@ -20,11 +20,12 @@ from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 from megatron.kernels.runtime import cdiv
 
 TABLE_FRONT = 96
-"""Number of entries of U before distance 0, which tiles at the diagonal read."""
+"""Number of entries of U, or of the bias, before distance 0. Tiles at the diagonal read them."""
 LARGEST_EXCHANGED = torch.finfo(torch.float16).max
 GROUP = 8
 """Number of adjacent distances in a group of the table of `build_group_table`."""
 BIAS_COPIES = 4
+"""Number of copies of the bias, see `build_bias`."""
 BLOCK_ROWS = 32
 """Largest number of rows of a block."""
 MAX_TILE_COLUMNS = 64
@@ -234,7 +235,7 @@ def _build_patch_index(shape: WeightShape, device: torch.device) -> Tensor:
     taps, tiles = shape.kernel_size, pad_sizes(shape.heads, shape.width)[1] // 8
     which, tap, tile, lane, x = torch.meshgrid(*(torch.arange(n) for n in (2, taps, tiles, 32, 4)), indexing="ij")
     head, width = lane // 4 + 8 * (x // 2), _width(tile, 2 * (lane % 4) + x % 2)
-    mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # the taps of the second are (`weights.py`)
+    mirrored = torch.where(which == 0, tap, taps - 1 - tap)  # those of the second weight (`weights.py`)
     channels, (rows, columns) = count_padded_channels(shape.heads), shape.packed[2]
     is_kept = (head < channels) & (width < columns)
     place = (which * rows + mirrored * channels + head) * columns + width

@@ -1,7 +1,7 @@
 """Sums of partial results that the backward kernels leave by program.
 
-The programs of another kernel sum them (`products.py`), because a launch of its own would cost the host as much as a
-kernel that computes for a hundred times as long.
+Programs of another kernel sum them (`products.py`), because a separate launch would cost the host as much as that of a
+kernel with a hundred times the work.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ def describe_sums(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[tuple[Any, ..
     """Return the arguments with which a kernel adds the sum of partial results [P, n, m] to each total [n, m], float32.
 
     Args:
-        pairs: totals and partial results, whose last dimensions are contiguous. Rows and columns that only one of both
-            has are left out.
+        pairs: totals and partial results, whose last dimensions are contiguous. Rows and columns that only one of the
+            two has are ignored.
 
     Returns:
         For each pair: total, partial results, their number, rows and columns; stride of partial results, and strides of

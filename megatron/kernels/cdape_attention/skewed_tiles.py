@@ -6,7 +6,8 @@ BLOCK_M·BLOCK_N: pixel (row, m) is at distance n = top − m and column j = i �
 entry serves a column of the tile. A tap t reads column j + t − p, at distance n − t + p.
 
 Device functions take related values as tuples: `pixels` is (row, n, j, alive), where alive is True for pixels with a
-hidden value; `extent` is (R, C, first_column, edge_start, edge_row, window), the runtime sizes.
+hidden value; `extent` is (R, C, first_row, first_column, edge_start, edge_row, window, document_starts_ptr), the sizes
+known at run time, as described at the kernels' arguments.
 
 With packed documents, j is relative to the start of the row's document (`locate_columns`), which then replaces column 0
 as the left edge. The location of a pixel in a map does not depend on j.

@@ -91,12 +91,12 @@ def find_residue(x, ptr):
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _attend_fwd_kernel(
-    logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
+    logits_ptr,  # [B, H, R, C] float32; entries that a row does not see have no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     o_ptr,  # [B, H, R_total, d] compute type, of any strides but the last, at the chunk's first row
-    residue_ptr,  # what the rounding of O leaves over, alike, or None
+    residue_ptr,  # rounding error of O, in its type and with its strides, or None
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
-    sinks_ptr,  # [H] float32, or None: keys with these logits and no value, which the stats count
+    sinks_ptr,  # [H] float32, or None: keys with these logits and no value, which the stats include
     document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,
@@ -199,7 +199,7 @@ def _attend_sums_columns(
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _attend_sums_kernel(
-    logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
+    logits_ptr,  # [B, H, R, C] float32; entries that a row does not see have no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     do_ptr,  # [B, H, R_total, d] compute type, of any strides but the last, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
@@ -377,7 +377,7 @@ def _store_gradient(
 
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _attend_bwd_kernel(
-    logits_ptr,  # [B, H, R, C] float32; what a row does not see has no effect
+    logits_ptr,  # [B, H, R, C] float32; entries that a row does not see have no effect
     v_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
     do_ptr,  # [B, H, R_total, d] compute type, of any strides but the last, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row

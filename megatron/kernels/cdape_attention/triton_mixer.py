@@ -1,4 +1,4 @@
-"""Score processor of a chunk by Triton kernels, for shapes and GPUs that the CUDA kernels do not take.
+"""Score processor of a chunk by Triton kernels, for shapes and GPUs that the CUDA kernels do not support.
 
 B batch, H heads, R query rows of a chunk, C columns of its maps, D processor width, k kernel size, p = k//2.
 """
@@ -62,6 +62,7 @@ def compute_head_tile_grid(chunk: Chunk, tile: Tile, batch: int) -> tuple[int, i
 
 
 def process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tensor:
+    """Return the logits of a chunk, float32 [B, H, R, C], undefined if masked, from its scores."""
     batch, rows, columns, _ = scores.shape
     logits = torch.empty(batch, problem.heads, rows, columns, dtype=torch.float32, device=scores.device)
     tile = problem.tile("mix_fwd", chunk.rows)
@@ -79,7 +80,7 @@ def process_scores(problem: CdapeProblem, chunk: Chunk, scores: Tensor) -> Tenso
     return logits
 
 
-def softmax_backward(
+def differentiate_softmax(
     problem: CdapeProblem,
     chunk: Chunk,
     logits: Tensor,

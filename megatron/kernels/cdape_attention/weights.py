@@ -3,8 +3,8 @@
 There are dozens of layouts, and the host would launch small operations for each. All weights are therefore concatenated
 and gathered once, by an index that depends on the shapes alone. The weights of several layers are gathered together.
 
-L layers, H heads, D processor width, k kernel size, p = k//2, HP and DP padded for matrix products, KC patches
-(`skewed_tiles.py`).
+L layers, H heads, D processor width, k kernel size, p = k//2. HP and DP are H and D padded for matrix products, and KC
+is k·channels padded, the length of a patch (`backward.py`).
 """
 
 from collections.abc import Sequence

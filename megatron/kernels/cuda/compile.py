@@ -36,7 +36,7 @@ class CudaKernel(NamedTuple):
     folder: Path
     header: str
     name: str
-    """Name of the struct with its template arguments, for example "MixerBackward<1, true, false>"."""
+    """Name of the struct with its template arguments, for example "MixerBackward<Geometry<…>, true, false>"."""
     arguments: str
     num_threads: int
     shared_bytes: int

@@ -169,10 +169,10 @@ def compute_truth(inputs: ChunkInputs, dlogits: Tensor, shape: Shape) -> dict[st
     bias_size = to_table(dlogits.abs().permute(0, 2, 3, 1), distance[:, :columns], columns, seen[:, 0])
     w1_size = to_weight(wide_scores.abs(), gradient.abs(), forward_tap)
     w2_size = to_weight(wide_dlogits.abs(), active.abs(), reversed_tap)
-    left = shape.left  # what lies further away is zero
+    left = shape.left  # entries further left are zero
     edge_columns = (find_documents(shape).long() + torch.arange(padding))[..., None].expand(-1, -1, -1, width)
     exact = {
-        # What each slice of the width makes is rounded apart.
+        # The contribution of each slice of the width is rounded.
         "scores": (dscores, 2 * (1 + slices) * rounding * size + to_scores(doubt, w1.abs())),
         "table": (
             to_table(gradient, distance + padding, rows, kept),
@@ -273,7 +273,7 @@ LOCAL_FAULTS = {
     "E among distances": (SCORES, "select(T::is_at_edge(places, r, hidden_column + jj)", "select(false"),
     "another row's edge": (SCORES, "T::locate_edge(places.row[r],", "T::locate_edge(places.of_row[r],"),
     "a wrong last tile": (SCORES, "MASKED && tile + 1 == c.tiles.end", "MASKED && tile == c.tiles.end"),
-    "what was before": (WEIGHTS, "      Inputs::clear_columns(c);\n", ""),
+    "words that are not cleared": (WEIGHTS, "      Inputs::clear_columns(c);\n", ""),
     "stores left of the map": (SCORES, "is_stored = is_stored && j >= 0;", ""),
 }
 SLICE_FAULTS = {

@@ -1,6 +1,6 @@
-"""The forward mixer's CUDA kernels, run on the CPU from the source that a GPU runs, against float64.
+"""The CUDA kernel for logits, run on the CPU from the source that a GPU runs, against float64.
 
-Bounds are elementwise: half a unit in the last place for each value that the kernels round.
+Bounds are elementwise: half a unit in the last place for each value that the kernel rounds.
 """
 
 from dataclasses import replace
@@ -34,12 +34,10 @@ from torch import Tensor
 from megatron.kernels.cdape_attention.logit_kernels import LOGIT_KERNELS, compute_logits
 from megatron.kernels.cdape_attention.mixer import ChunkInputs
 
-WIDE_CASES = [
-    Case(16, 32, 80, torch.float16, heads=32),
-]
+WIDE_CASE = Case(16, 32, 80, torch.float16, heads=32)
 FORWARD_CASES = [
     Case(32, 16, 64, torch.bfloat16),
-    *WIDE_CASES,
+    WIDE_CASE,
     *CASES[:2],
     Case(16, 32, 128, torch.bfloat16, 7),
 ]
@@ -167,13 +165,13 @@ LOCAL_FAULTS = {
     "another row's edge": ("places.of_row[r] = row -", "places.of_row[r] = 1 + row -"),
     "early whole tiles": ("find_first(first_row + G::ROWS - 1) + COLUMNS - 1", "find_first(first_row)"),
     "late tiles": ("find_first(first_row) - REACH + COLUMNS", "find_first(first_row) + COLUMNS"),
-    "what was before": ("W::clear_last_columns(find_window(c, group), warp % 4)", "(void)0"),
+    "words that are not cleared": ("W::clear_last_columns(find_window(c, group), warp % 4)", "(void)0"),
 }
 WIDE_FAULTS = {
     "a second group's weights": ("[group * G::N_TILES + n]", "[n]"),
     "a second slice's distances": ("table_group, slice * T::STEPS)", "table_group, 0)"),
-    "what slices before passed on": ("add_column(sum, pixels.passed[y], unit)", "(void)0"),
-    "what slices before stored": ("add_column(sum, before[jj % 4], unit)", "(void)0"),
+    "without contributions that earlier slices pass on": ("add_column(sum, pixels.passed[y], unit)", "(void)0"),
+    "without sums that earlier slices store": ("add_column(sum, before[jj % 4], unit)", "(void)0"),
 }
 LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 96, 160, 128, frozenset({226, 240}))
 
@@ -183,7 +181,7 @@ LOCAL_FAULT_SHAPE = Shape(1, 16, 32, 96, 160, 128, frozenset({226, 240}))
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     fault = plant_fault(tmp_path / "cuda", "MixerForward", *(FAULTS | LOCAL_FAULTS | WIDE_FAULTS)[name])
     case = CASES[int(name in FAULTS)]  # with two groups of columns, and a head dimension that is no multiple of 32
-    case = WIDE_CASES[0] if name in WIDE_FAULTS else case
+    case = WIDE_CASE if name in WIDE_FAULTS else case
     shape = case.adapt(LOCAL_FAULT_SHAPE if name in LOCAL_FAULTS else Shape(1, 16, 32, 64, 0))
     inputs = build_logit_inputs(shape)
     found, faults = run(inputs, case, Launcher(fault))

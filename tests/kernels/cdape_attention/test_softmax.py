@@ -15,7 +15,7 @@ from megatron.kernels.cdape_attention import chunks, head_products, triton_mixer
 from megatron.kernels.cdape_attention.chunks import NO_WINDOW_INT32, CdapeProblem, Chunk
 from megatron.kernels.cdape_attention.configs import choose_attend_tile, choose_heads_tile
 from megatron.kernels.cdape_attention.head_products import AttentionOutput, average_values
-from megatron.kernels.cdape_attention.triton_mixer import compute_scores, softmax_backward
+from megatron.kernels.cdape_attention.triton_mixer import compute_scores, differentiate_softmax
 from megatron.kernels.runtime import launch_context
 from tools.tolerances import assert_within_rounding
 
@@ -87,7 +87,7 @@ def test_equals_the_softmax_and_its_gradient(
     last = torch.empty(BATCH, *seen.shape, 8, device=device)
     probabilities, sums = torch.empty_like(logits), torch.empty_like(statistics[0])
     with launch_context(v):
-        softmax_backward(problem, chunk, logits, v, into, (statistics, sums), (probabilities, last))
+        differentiate_softmax(problem, chunk, logits, v, into, (statistics, sums), (probabilities, last))
     probabilities.masked_fill_(~seen, 0)
     gradient = last.movedim(-1, 1).masked_fill(~seen, 0)
     assert (gradient[:, HEADS:] == 0).all()
