@@ -1,4 +1,4 @@
-"""The mixer's CUDA kernels as NVRTC compiles them, and how the operator launches them on a card of their own."""
+"""CDAPE's CUDA kernels as NVRTC compiles them, and their launches by the operator on a null device."""
 
 import os
 import re
@@ -193,9 +193,9 @@ def test_the_operator_launches_them_where_they_fit(gpu: str) -> None:
     # On an A100, seven taps with heads of 128 do not fit the kernel that stores no logits.
     large = two_chunks if gpu == "h200" else two_chunks.replace(FORWARD, LOGITS)
     printed = run_on_null_device(gpu, PROGRAM)
-    # Logits alone with 17 heads; none with 32 heads and a wide processor or odd columns in a chunk, with heads of 72,
-    # where the environment forbids them, or where blocks are too few for the device. Stars are kernels for
-    # windows and documents, which a chunk does not need whose rows see all columns.
+    # With 17 heads only the kernel for logits is launched. None is launched with 32 heads and a wide processor, an odd
+    # number of columns in a chunk, heads of 72, FARFIELD_CUDA_MIXER=0, or too few blocks for the device. A star marks
+    # kernels for windows and documents, which a chunk does not need if its rows see all columns.
     stars = [re.sub(r"(\w+)", r"\1*", text) for text in (FORWARD, BACKWARD)]
     documents = f"{stars[0]},{stars[0]},{stars[1]},{stars[1]}"
     logits = ",".join([LOGITS] * 4)
@@ -204,8 +204,7 @@ def test_the_operator_launches_them_where_they_fit(gpu: str) -> None:
     mapped = f"{LOGITS},{LOGITS},{LOGITS},Backward,Backward,{LOGITS},Backward,Backward"
     expected += [two_chunks, two_chunks, "none", mapped, two_chunks, "none"]
     expected += [two_chunks, large, two_chunks, "none", "none", "none"]
-    # Gates have no other kernels, so that they take these also where their blocks are few, and in a window alike for
-    # all chunks.
+    # Gates have no other kernels. They use these even with few blocks, and with a window the same ones for all chunks.
     expected += [two_chunks, documents]
     assert printed == expected
 

@@ -230,8 +230,9 @@ def unpack_operands(inputs: ChunkInputs) -> ChunkInputs:
     return inputs._replace(operands=replace(inputs.operands))  # type: ignore[type-var]
 
 
-def move_into_longer_call(inputs: ChunkInputs, rows: int = 40) -> ChunkInputs:
+def move_into_longer_call(inputs: ChunkInputs) -> ChunkInputs:
     """Return the same inputs as the second of two layers, in a chunk with rows before and after it."""
+    rows = 40
 
     def extend(x: Tensor, dim: int, before: int, after: int) -> Tensor:
         sizes = list(x.shape)

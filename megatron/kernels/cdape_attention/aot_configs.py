@@ -322,11 +322,11 @@ def list_passes(arch: int) -> dict[str, list[PassKernel]]:
     the products, with 12 and 16 heads. Triton's tiles are the same for each architecture.
     """
     launched = {f"CDAPE in CUDA, {heads} heads": list(_build_launched_pass(heads, arch)) for heads in (12, 16)}
-    return {"CDAPE": list(build_pass()), **launched}
+    return {"CDAPE": list(_build_triton_pass(12)), **launched}
 
 
 def _build_launched_pass(heads: int, arch: int) -> Iterator[PassKernel]:
-    triton_kernels = {kernel.config.name.split()[0]: kernel for kernel in build_pass(heads)}
+    triton_kernels = {kernel.config.name.split()[0]: kernel for kernel in _build_triton_pass(heads)}
     form = KernelForm(3, 64, torch.bfloat16)  # heads are padded
     for family in (ATTENTION_KERNELS, *BACKWARD_KERNELS):
         kernel = choose_kernel(family, form, arch)
@@ -335,9 +335,9 @@ def _build_launched_pass(heads: int, arch: int) -> Iterator[PassKernel]:
     yield triton_kernels["differentiate_qkv"]
 
 
-def build_pass(heads: int = 12, width: int = 32, kernel_size: int = 3, dim: int = 64) -> Iterator[PassKernel]:
-    """Yield the kernels of a forward and backward pass in bfloat16."""
-    dtype_name = "bf16"
+def _build_triton_pass(heads: int) -> Iterator[PassKernel]:
+    """Yield Triton's kernels of a forward and backward pass."""
+    width, kernel_size, dim, dtype_name = 32, 3, 64, "bf16"
     dw_tile = choose_processor_tile("mix_bwd_dw", heads, width, kernel_size, ROWS, DTYPES_BY_NAME[dtype_name])
     head_tile = choose_heads_tile(ROWS, DTYPES_BY_NAME[dtype_name])
     tiles = {

@@ -260,7 +260,7 @@ def _store_scores(
 def _scores_kernel(
     q_ptr,  # [B, H, R_total, d] compute type, scaled, at the chunk's first row
     k_ptr,  # [B, H, C_total, d] compute type, at the maps' column 0
-    scores_ptr,  # [B, R, C, CHANNELS] compute type, written where a tile holds a column that a row sees
+    scores_ptr,  # [B, R, C, CHANNELS] compute type, written in tiles with a column that a row sees
     document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,

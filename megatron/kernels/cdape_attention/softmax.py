@@ -382,8 +382,8 @@ def _attend_bwd_kernel(
     do_ptr,  # [B, H, R_total, d] compute type, of any strides but the last, at the chunk's first row
     stats_ptr,  # [2, B, H, R_total] float32, maximum (in base 2) and sum of exponentials, at the chunk's first row
     sums_ptr,  # [B, H, R_total] float32, from _attend_sums_kernel, at the chunk's first row
-    p_ptr,  # [B, H, R, C] compute type, P, written where a tile holds a column that a row sees
-    dlogits_ptr,  # [B, R, C, CHANNELS] compute type, dL, written where a tile holds a column that a row sees
+    p_ptr,  # [B, H, R, C] compute type, P, written in tiles with a column that a row sees
+    dlogits_ptr,  # [B, R, C, CHANNELS] compute type, dL, written in tiles with a column that a row sees
     document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
     R,
     C,

@@ -174,7 +174,7 @@ def test_a_residue_is_stored_only_on_request() -> None:
     assert torch.equal(first.attended.output, second.attended.output)
 
 
-def test_large_logits_neither_overflow_nor_hide_what_is_not_a_number() -> None:
+def test_large_logits_do_not_overflow_and_nan_shows_in_the_output() -> None:
     shape = Shape(1, 9, 17, 40, 0)
     inputs, softmax = build_logit_inputs(shape), Softmax(shape)
     run(inputs._replace(queries=inputs.queries * 1e4), softmax, Launcher())

@@ -147,7 +147,7 @@ class Unused:
     """Fallback that fails if called."""
 
     def __call__(self, rows: AttentionInputs) -> Tensor:
-        raise AssertionError("the kernels are left")
+        raise AssertionError("the fallback was called")
 
 
 def use_emulator(
@@ -333,9 +333,9 @@ def test_a_layer_with_forget_gates_is_that_of_the_whole_map(monkeypatch: pytest.
     )
 
 
-def test_support_is_stated_for_calls_that_the_kernels_take() -> None:
-    taken = (torch.bfloat16, 16, 64, 32, 3, 512, 48)
-    assert gated_op.describe_unsupported(*taken) is None
+def test_calls_that_the_kernels_support_are_reported_as_supported() -> None:
+    supported = (torch.bfloat16, 16, 64, 32, 3, 512, 48)
+    assert gated_op.describe_unsupported(*supported) is None
     assert gated_op.describe_unsupported(torch.float16, 3, 16, 4, 1, 512) is None
     for place, other, reason in (
         (0, torch.float32, "float32"),
@@ -346,7 +346,7 @@ def test_support_is_stated_for_calls_that_the_kernels_take() -> None:
         (5, 511, "multiple of 8"),
         (6, 42, "multiple of 8"),
     ):
-        assert reason in (gated_op.describe_unsupported(*taken[:place], other, *taken[place + 1 :]) or "")
+        assert reason in (gated_op.describe_unsupported(*supported[:place], other, *supported[place + 1 :]) or "")
 
 
 def test_unsupported_arguments_are_an_error() -> None:

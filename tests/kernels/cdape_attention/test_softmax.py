@@ -45,7 +45,7 @@ def _sizes(columns: int) -> Callable[..., Callable[..., object]]:
 
 
 def _maps(
-    device: str, rows: int, offset: int, window: int | None, dim: int, size: int
+    device: str, rows: int, offset: int, window: int | None, size: int
 ) -> tuple[CdapeProblem, Chunk, Tensor, Tensor]:
     """Return a problem, its last chunk, the visible columns of its rows [R, C], and its logits, NaN where invisible."""
     problem = build_problem(rows, offset, NO_WINDOW_INT32 if window is None else window)
@@ -63,7 +63,7 @@ def test_equals_the_softmax_and_its_gradient(
     *case, columns = case
     monkeypatch.setattr(head_products, "choose_attend_tile", _sizes(columns)(choose_attend_tile))
     monkeypatch.setattr(triton_mixer, "choose_heads_tile", _sizes(columns)(choose_heads_tile))
-    problem, chunk, seen, logits = _maps(device, *case)
+    problem, chunk, seen, logits = _maps(device, *case[:3], case[4])
     rows, dim = problem.rows, case[3]
     v = torch.randn(BATCH, HEADS, chunk.right + 3, dim).to(device)
     into = torch.randn(BATCH, HEADS, rows, dim).to(device)
@@ -102,7 +102,7 @@ def test_scores_are_heads_last_and_padded_with_zeros(
 ) -> None:
     *case, columns = case
     monkeypatch.setattr(triton_mixer, "choose_heads_tile", _sizes(columns)(choose_heads_tile))
-    problem, chunk, seen, _ = _maps(device, *case)
+    problem, chunk, seen, _ = _maps(device, *case[:3], case[4])
     q = torch.randn(BATCH, heads, problem.rows, case[3]).to(device)
     k = torch.randn(BATCH, heads, chunk.right + 3, case[3]).to(device)
     with launch_context(q):
@@ -122,7 +122,7 @@ def test_half_types_keep_their_products_in_float32(device: str, monkeypatch: pyt
     monkeypatch.setattr(
         head_products, "choose_attend_tile", lambda *args: replace(choose_attend_tile(*args), block_n=256)
     )
-    problem, chunk, seen, logits = _maps(device, 3, 2100, None, 16, 3)
+    problem, chunk, seen, logits = _maps(device, 3, 2100, None, 3)
     logits = logits.masked_fill(seen, 0.0)
     v = torch.ones(BATCH, HEADS, chunk.right, 16, dtype=torch.float16, device=device)
     output = torch.empty(BATCH, HEADS, 3, 16, dtype=v.dtype, device=device)
