@@ -74,8 +74,8 @@ def load_config(
     Args:
         files: paths, or names with or without .yml that are looked up in `search` and its subfolders.
         overrides: `key=value` with values as in YAML and dotted nested keys: `optimizer.params.lr=1e-3`.
-        search: folders to search before the name is tried as a path. If None, a path comes first, then `configs` here
-            and the `configs` folder of this project.
+        search: folders to search first. Afterwards, and without them, a path comes first, then `configs` here and the
+            `configs` folder of this project.
 
     Raises:
         UserError: one line for each problem, with file and line.
@@ -144,12 +144,12 @@ def find_config(name: str | os.PathLike[str], search: Sequence[str | os.PathLike
     """
     text = os.fspath(name)
     shown = shorten_text(text, 500)
-    direct_paths = [Path(text + suffix) for suffix in CONFIG_SUFFIXES]
-    folders = [_resolve_config_folder(folder) for folder in search] if search is not None else _list_config_folders()
-    in_folders = [path for folder in folders for path in (folder / (text + suffix) for suffix in CONFIG_SUFFIXES)]
-    for path in [*in_folders, *direct_paths] if search is not None else [*direct_paths, *in_folders]:
-        if path.is_file():
-            return path
+    first_folders = [_resolve_config_folder(folder) for folder in search or ()]
+    folders = list(dict.fromkeys([*first_folders, *_list_config_folders()]))
+    for folder in (*first_folders, Path(), *folders):
+        for path in (folder / (text + suffix) for suffix in CONFIG_SUFFIXES):
+            if path.is_file():
+                return path
     for folder in folders:
         matches = sorted(path for path in folder.rglob("*") if path.is_file() and _has_name(path, text))
         if len(matches) > 1:

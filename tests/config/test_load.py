@@ -390,6 +390,9 @@ def test_names_are_found_without_suffix_and_in_subfolders(write, tmp_path):
     (tmp_path / "mine" / "base.yml").write_text(BASE + "seed: 5\n")
     assert find_config("base", ["mine"]) == Path("mine/base.yml")  # the given folder comes first
     assert load_config(["base.yml"], search=["mine"]).config.training.seed == 5
+    loaded = load_config(["base", "model/tiny", "kerple_log"], search=["mine"])  # the others are still found
+    assert loaded.files[:2] == (Path("mine/base.yml"), Path("configs/model/tiny.yml"))
+    assert loaded.config.position.pos_emb == "kerple_log"
 
 
 def test_ambiguous_and_unknown_names_are_reported(write, tmp_path):
