@@ -61,6 +61,11 @@ class ParallelLayout:
             "checkpoint_activations": self.config.model.checkpoint_activations,
         }
 
+    @property
+    def overrides(self) -> str:
+        """The configuration keys of the layout as words of a shell command."""
+        return " ".join(f"{name}={str(value).lower()}" for name, value in self.config_keys.items())
+
 
 def build_configured_layout(config: Config, vocab_size: int, cluster: Cluster) -> ParallelLayout:
     """Build the layout that a configuration defines.

@@ -194,9 +194,10 @@ class Plan:
     @property
     def rehearse_command(self) -> str:
         """Command that runs the detailed layout on null devices."""
-        return (
-            f"./deepy.py rehearse {self.arguments} --gpus {self.cluster.num_gpus} {self.cluster.gpu_options}".rstrip()
-        )
+        words = ["./deepy.py rehearse", self.arguments]
+        if self.configured_layout is None and self.detailed_layout is not None:
+            words.append(self.detailed_layout.overrides)  # the configuration alone raises config_error
+        return " ".join([*words, f"--gpus {self.cluster.num_gpus}", self.cluster.gpu_options]).rstrip()
 
     def estimate_backends(self) -> dict[str, BackendEstimate]:
         """Estimate memory and time of the detailed layout for each attention backend that supports the method.

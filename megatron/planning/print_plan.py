@@ -73,9 +73,7 @@ def print_plan(plan: Plan, console: Console, max_layouts: int) -> None:
         "tp, cp, dp, pp: tensor, context, data and pipeline ranks; micro: micro-batch size × micro-batches; comp, "
         "wait, comm: compute, pipeline bubble, communication; MFU: of the whole step; days: for all steps"
     )
-    best = plan.fitting_layouts[0]
-    changed_keys = " ".join(f"{name}={_format_value(value)}" for name, value in best.config_keys.items())
-    console.print(f"keys of the first layout: {changed_keys}", soft_wrap=True, highlight=False)
+    console.print(f"keys of the first layout: {plan.fitting_layouts[0].overrides}", soft_wrap=True, highlight=False)
 
 
 def describe_step_time_range(times: StepTimeRange) -> str:
@@ -195,7 +193,3 @@ def _build_layout_table(plan: Plan, max_layouts: int) -> Table:
             else f"{plan.estimate_days(layout):,.0f}",
         )
     return table
-
-
-def _format_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

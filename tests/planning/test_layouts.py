@@ -1,6 +1,8 @@
 """`train` accepts every proposed layout."""
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +18,6 @@ from megatron.utils.errors import UserError
 VOCABULARY = 50257
 A100 = get_gpu_spec("a100-40gb")
 DATA = ["train_data_paths=[nowhere]"]
-
-
-def as_pairs(keys: dict[str, Any]) -> list[str]:
-    return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in keys.items()]
 
 
 CASES = {
@@ -40,7 +38,7 @@ def test_train_accepts_proposed_layouts(case: str) -> None:
     found = find_fastest_layouts(config, VOCABULARY, Cluster(A100, gpus))
     assert found
     for layout in found:
-        written = load_config(files, [*pairs, *DATA, *as_pairs(layout.config_keys)]).config
+        written = load_config(files, [*pairs, *DATA, *layout.overrides.split()]).config
         settled = resolve_run(written, LocalHardware(num_gpus=8, num_cores=8), dry_run=True)
         assert layout.config.training.model_dump() == settled.config.training.model_dump()
         assert layout.memory.fits(A100.gib)
@@ -81,6 +79,12 @@ def test_rejected_layouts_have_the_error_of_train() -> None:
     made = make_plan(config, VOCABULARY, Cluster(A100, 4))
     assert "does not divide the 4 processes" in (made.config_error or "")
     assert made.detailed_layout is made.fitting_layouts[0]
+    words = shlex.split(replace(made, arguments="").rehearse_command)[2:]
+    pairs = words[: words.index("--gpus")]  # without them, the command would raise the same error
+    repaired = make_plan(load_config(["125M", "rotary", "a100_128k"], pairs).config, VOCABULARY, made.cluster)
+    assert repaired.configured_layout is not None
+    assert repaired.configured_layout.config_keys == made.detailed_layout.config_keys
+    assert " train_batch_size=" not in repaired.rehearse_command
 
 
 def test_gpus_are_whole_nodes() -> None:
