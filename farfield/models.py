@@ -281,6 +281,8 @@ class Model:
 
         tokens = self._to_tokens(text)
         try:
+            if isinstance(layers, str):
+                raise TypeError
             asked = list(range(self.num_layers) if layers is None else layers)
         except TypeError:
             raise UserError(f"layers is {describe_value(layers)}; it must be a list of layer indices") from None

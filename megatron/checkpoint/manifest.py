@@ -316,7 +316,7 @@ def load_checkpoint_config(checkpoint: Path) -> Config:
         for number in range(written, FORMAT):
             MIGRATIONS.get(number, lambda values: None)(values)
         if unknown := sorted(set(values) - map_key_owners().keys()):
-            raise UserError(f"no checkpoint of format {written} has the key {unknown[0]!r}")
+            raise UserError(f"unknown key {unknown[0]!r} for checkpoint format {written}")
         return Config.from_flat(values)
     except ValidationError as error:
         problem = next(describe_validation_error(error, lambda _: None))

@@ -54,7 +54,7 @@ a dry run lists what they replaced:
 - Name a file by its path, or by its name with or without `.yml`. Farfield looks up names in `configs/` and its
   subfolders; with `-d FOLDER` it searches that folder first. Paths inside files are relative to the current directory.
 - The folders `model/`, `position/`, `cluster/` and `finetune/` of `configs/` contain parts of a training. The other
-  files have a `sweep:` mapping, for `./deepy.py sweep`. Most of them are complete. The others need a file before them:
+  files have a `sweep:` mapping, for `./deepy.py sweep`. Most of them are complete. The others must follow another file:
   `quickstart` before `zoo`, `zoo_3m` and `decays`, `chomsky` before `chomsky_paper`, and a size (`small`, or a model
   with `paper`) before a file in `experiment/`.
 - Files are YAML 1.2: `6e-4` is a number, `true` and `True` are the same, and JSON with trailing commas is valid. Keys
@@ -66,8 +66,8 @@ a dry run lists what they replaced:
 - On the command line, `KEY=null` unsets a key that a file sets, and `slurm=null` unsets all keys of `slurm`.
 - Any two of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` determine the third.
 - `precision` sets `fp16.enabled` and `bf16.enabled`; a file that enables one disables the other.
-- Every run saves its resolved configuration as `config.yml` in its folder. You can load this file again. If the folder
-  already contains your own `config.yml`, the run saves its configuration as `config.resolved.yml`.
+- Every run saves its resolved configuration as `config.yml` in its folder. `train` accepts this file as well. If the
+  folder already contains your own `config.yml`, the run saves its configuration as `config.resolved.yml`.
 
 Every key has a policy that states what the key decides, and whether a resumed run may change it:
 

@@ -139,6 +139,8 @@ def _find_datasets(key: str, name: str, split: Split) -> list[Path]:
     check_reachable(bin_file)
     datasets = _list_indices([prefix.parent])
     hint = f"; datasets there: {format_names(datasets)}" if datasets else " (create one with `./deepy.py prepare`)"
+    if not (prefix.is_absolute() or prefix.parent.is_dir()):
+        hint = f" in the current folder, {Path.cwd()}, where relative paths begin{hint}"
     raise UserError(f"{key}: no dataset {prefix}: {bin_file.name} and {idx_file.name} are missing{hint}", key)
 
 

@@ -227,7 +227,7 @@ def build_training_run(
         RunError: if a file is damaged or cannot be written, or the processes cannot connect.
     """
     log = console.log if rank_info.rank == 0 else lambda line: None
-    with WaitAnnouncer(log, "waiting for the run's processes and its folder", first=MAX_SILENCE):
+    with WaitAnnouncer(log, "waiting for the run's other processes and its folder", first=MAX_SILENCE):
         session = begin_session(config, rank_info)
     try:
         with WaitAnnouncer(log, "reading the data and the checkpoint to start from", first=MAX_SILENCE):

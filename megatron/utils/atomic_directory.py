@@ -76,7 +76,7 @@ class FolderConflictError(RunError):
 
     def __init__(self, target: Path, kept: Path) -> None:
         super().__init__(
-            f"{target}: another command wrote it meanwhile; it is unchanged, and the new result is in {kept}"
+            f"{target}: another command wrote it at the same time; it was not replaced, and the new result is in {kept}"
         )
         self.kept = kept
 

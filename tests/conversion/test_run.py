@@ -173,7 +173,7 @@ def test_two_exports_into_one_folder_are_both_kept(
         write(*arguments)
 
     monkeypatch.setattr(export_model_module, "write_shards", export_meanwhile)
-    with pytest.raises(RunError, match=f"{target}: another command wrote it meanwhile.* is in {target}-2$"):
+    with pytest.raises(RunError, match=f"{target}: another command wrote it at the same time.* is in {target}-2$"):
         export_model(run, target, overwrite=there, log=lambda line: None)
     dtypes = [
         json.loads((folder / "config.json").read_text())["torch_dtype"] for folder in (target, tmp_path / "fire-2")
@@ -192,7 +192,7 @@ def test_an_import_replaces_no_run_that_began_meanwhile(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(import_model_module, "_write_run_files", begin_meanwhile)
     options = {"tokenizer": "HFTokenizer", "vocab_file": write_corpora(tmp_path / "corpus") / "tokenizer.json"}
-    with pytest.raises(RunError, match="run: another command wrote it meanwhile"):
+    with pytest.raises(RunError, match="run: another command wrote it at the same time"):
         import_model_module.import_model(tmp_path / "source", tmp_path / "run", **options)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
     assert (tmp_path / "run-2" / "config.yml").is_file()

@@ -581,7 +581,7 @@ def test_two_corpora_prepared_concurrently_are_both_kept(there, texts, many, tmp
     if there:
         prepare([str(texts)], output, seed=7)
     prepare_during(monkeypatch, output, [str(many)], overwrite=there)
-    with pytest.raises(RunError, match=f"{output}: another command wrote it meanwhile.* is in {output}-2$"):
+    with pytest.raises(RunError, match=f"{output}: another command wrote it at the same time.* is in {output}-2$"):
         prepare([str(texts)], output, overwrite=there)
     assert read_corpus(output).sources == [str(many)]
     assert read_corpus(tmp_path / "out-2").sources == [str(texts)]

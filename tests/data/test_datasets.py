@@ -226,6 +226,10 @@ def test_vocabulary_comes_from_the_corpus_or_from_the_keys(texts, dataset, words
         ({}, "data_path: no data configured"),
         ({"data_path": prefix, "test_data_paths": [prefix]}, "test_data_paths and data_path exclude each other"),
         ({"train_data_paths": [text]}, rf"{text} is not a dataset .* `\./deepy\.py prepare '{text}' --output FOLDER`"),
+        (
+            {"data_path": "no/x"},
+            r"no dataset no/x: .* are missing in the current folder, /.*, where relative",
+        ),
         ({"data_path": prefix[:-3]}, r"no dataset .*text_docum: .* are missing; datasets there: .*bytes/text_document"),
     ]:
         with pytest.raises(UserError, match=message) as error:

@@ -184,6 +184,7 @@ def test_texts_consist_of_the_likeliest_tokens(model: farfield.Model) -> None:
         (lambda model: model.score(TEXT, True), "length is True; it must be an integer"),
         (lambda model: model.score([[1, 2], [3]]), "a list of tokens, which are integers from 0 to 60"),
         (lambda model: model.attention_maps("1 2", 0), "layers is 0; it must be a list of layer indices"),
+        (lambda model: model.attention_maps("1 2", "all"), "layers is 'all'; it must be a list of layer indices"),
         (lambda model: model.attention_maps("1 2", [0.5]), "item 1 of layers is 0.5; it must be an integer"),
         (lambda model: model.bias_table(10**12), "length is 1000000000000; it must be an integer from 1 to"),
         (lambda model: farfield.load("x", precision="fp33"), "precision is fp33; did you mean fp32?"),

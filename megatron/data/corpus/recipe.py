@@ -95,7 +95,7 @@ class CorpusRecipe:
         if self.options.documents is not None or self.options.tokens is not None:
             return notes  # the sizes of the selected documents are unknown
         return [
-            f"{file.path} is one document with {100 * file.size / total:.3g}% of the text and goes to a single split; "
+            f"{file.path} is one document with {100 * file.size / total:.3g}% of the text; one split gets all of it; "
             "prepare it separately to divide it among the splits"
             for file in self.files
             if file.format == "text" and file.size > max(smallest, LARGE_FRACTION) * total

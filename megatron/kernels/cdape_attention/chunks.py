@@ -18,7 +18,7 @@ from megatron.kernels.cdape_attention.weights import PackedWeights, WeightShape
 from megatron.kernels.runtime import Tile
 
 NO_WINDOW_INT32 = 1 << 30
-"""Window of calls without one. Kernels take it in 32 bits, with room for sums with positions."""
+"""Window of calls without one, small enough that the sum with a position fits in 32 bits."""
 
 
 @dataclass(frozen=True)

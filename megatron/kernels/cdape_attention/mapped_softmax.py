@@ -7,7 +7,7 @@ of that row, and no output is a product of one head's P. A program therefore tak
 another, and reads each row's logits twice: first for the sums, then for the result. The products O = P'·V, dV = P'ᵀ·dO
 and dP' = dO·Vᵀ are those of `products.py` and `scores.py`.
 
-The chunk's logits, and all that precedes them, are those of a processor without such a map.
+The chunk's logits are computed as for a processor without such a map.
 
 B batch, H heads, R query rows of the chunk, C columns of its maps, d head dimension. BLOCK_H is H padded for `tl.dot`.
 """

@@ -69,8 +69,8 @@ struct Diagonals {
     }
   }
 
-  // Adds the warps' sums of a tile to those of this warp's groups, one of which is unfinished, and stores the others.
-  // `first_row` is the row of `table` [programs, rows, D + 16] for the tile's first distance.
+  // Adds the warps' sums of a tile to those of this warp's groups. Keeps the group that the next tile completes, and
+  // stores the others. `first_row` is the row of `table` [programs, rows, D + 16] for the tile's first distance.
   static KERNEL_CODE void add(Sums& sums, SharedMemory memory, int warp, int tile, bool is_last, void* table,
                               long long program, int rows, int first_row) {
     i32 lane = lane_id();
