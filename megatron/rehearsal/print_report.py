@@ -159,8 +159,8 @@ def _print_machine(report: RehearsalReport, console: Console) -> None:
         text = (
             f"[bold]disk[/]  checkpoint of {format_bytes(disk['checkpoint'])} (weights "
             f"{format_bytes(disk['weights'])}, states {format_bytes(disk['states'])}); the run needs "
-            f"{format_bytes(disk['needed'])}: {format_quantity(disk['kept'], 'checkpoint')} plus the one being written "
-            "and its parts"
+            f"{format_bytes(disk['needed'])}: {format_quantity(disk['kept'], 'checkpoint')} plus the one being "
+            "written, with its temporary files"
         )
         if "free" in disk:
             lacks = "  [red]too little[/]" if disk["free"] < disk["needed"] else ""
