@@ -281,7 +281,7 @@ class Model:
 
         tokens = self._to_tokens(text)
         try:
-            if isinstance(layers, str):
+            if isinstance(layers, str):  # iterable, but not of indices
                 raise TypeError
             asked = list(range(self.num_layers) if layers is None else layers)
         except TypeError:

@@ -20,7 +20,7 @@ from megatron.kernels.cdape_attention.configs import (
     choose_attend_tile,
     choose_product_tile,
 )
-from megatron.kernels.cdape_attention.partial_sums import describe_sums
+from megatron.kernels.cdape_attention.partial_sums import build_sum_arguments
 from megatron.kernels.cdape_attention.products import _differentiate_qkv_kernel
 from megatron.kernels.cdape_attention.softmax import _attend_fwd_kernel
 from megatron.kernels.runtime import cdiv, launch
@@ -143,7 +143,7 @@ def differentiate_qkv(
         inputs: scaled queries [B, H, all rows, d] and keys [B, H, all columns, d], contiguous, and the output's
             gradient, [B, H, all rows, d], whose last dimension is contiguous.
         gradients: gradients to write: of queries, [B, H, all rows, d], and of keys and values, [B·H, all columns, d].
-        sums: totals and partial results, as for `partial_sums.describe_sums`.
+        sums: totals and partial results, as for `partial_sums.build_sum_arguments`.
         scale: factor of q·k.
         is_only: True to overwrite the totals and the gradients of the chunk's keys and values, False to add to them.
     """
@@ -158,7 +158,7 @@ def differentiate_qkv(
         (2 * blocks, batch * heads, 2),
         (
             *(*maps, chunk.slice_rows(scaled), chunk.slice_columns(k), chunk.slice_rows(dout)),
-            *(chunk.slice_rows(dq), dk, dv, chunk.document_starts, describe_sums(sums), heads, *chunk.extent),
+            *(chunk.slice_rows(dq), dk, dv, chunk.document_starts, build_sum_arguments(sums), heads, *chunk.extent),
             *(problem.window, rows, k.shape[2], scale, *get_head_strides(dout)),
         ),
         build_qkv_constants(dim, tile, add=not is_only),

@@ -15,7 +15,7 @@ BLOCK = (32, 64)
 """Numbers of partial results and of entries that a program loads at a time."""
 
 
-def describe_sums(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[tuple[Any, ...], ...]:
+def build_sum_arguments(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[tuple[Any, ...], ...]:
     """Return the arguments with which a kernel adds the sum of partial results [P, n, m] to each total [n, m], float32.
 
     Args:
@@ -59,7 +59,7 @@ def add_partial_sums(outputs, program, programs, ADD: tl.constexpr, SUMS_M: tl.c
     """Sum a program's share of the blocks of all outputs. `programs` programs take the blocks in turn.
 
     Args:
-        outputs: from `describe_sums`.
+        outputs: from `build_sum_arguments`.
     """
     block = program
     for i in tl.static_range(len(outputs)):

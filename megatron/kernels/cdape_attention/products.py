@@ -232,7 +232,7 @@ def _differentiate_qkv_kernel(
     dk_ptr,  # like k, compute type or float32: written, or added to
     dv_ptr,  # like dk
     document_starts_ptr,  # [B, R] int32, positions at which the rows' documents begin, or None
-    partial_sums,  # sums of partial results, from `partial_sums.describe_sums`
+    partial_sums,  # sums of partial results, from `partial_sums.build_sum_arguments`
     H,
     R,
     C,

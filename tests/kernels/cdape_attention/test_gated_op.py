@@ -221,7 +221,7 @@ def test_sums_of_gates_cancel_however_large_they_are(monkeypatch: pytest.MonkeyP
 
 @only_emulated
 def test_a_bias_beyond_the_range_of_float16_does_not_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors are relative to the gradients of smaller gates. With these, each row attends to a single key."""
+    """Each row attends to nearly one key, so true gradients vanish; errors are relative to those of smaller gates."""
     call, factor = CALLS[0], 4096
     inputs = call.draw()
     usual = {name: x.norm() for name, x in compute_truth(call, inputs).items()}
